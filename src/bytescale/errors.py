@@ -1,0 +1,29 @@
+"""The two kinds of failure that a person reads as one line.
+
+`UserError` is bad input: it says what was asked, what is possible and the nearest fix, and the command line turns it
+into exit code 2 without a traceback. `CommunicationError` is a peer that did not answer in time or went away: it names
+the waiting rank, the peer and the operation, and ends the process with exit code 1. Everything else is a defect of
+ours and keeps its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input, configuration or file. The message is one line and complete in itself."""
+
+
+class CommunicationError(RuntimeError):
+    """A wait on another rank failed or ran out of time. The message names both ranks and the operation."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words that point from an unknown `name` to what is known.
+
+    Returns:
+        `did you mean 'x'?` when one known name is close, else `known: a, b, c`.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"

@@ -1,0 +1,163 @@
+"""Plan files: JSON with parallel arrays, format `bytescale-plan` version 1.
+
+Reading trusts nothing: every key, type and length is checked and a broken or foreign file is a `UserError` that names
+the file and the key. Writing goes to a temporary name and is renamed, so a file is whole or absent.
+"""
+
+import json
+import os
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescale.errors import UserError
+from bytescale.plan import Pieces, Prediction, StepPlan, step_plan
+
+FORMAT, VERSION = "bytescale-plan", 1
+_SCALARS = ("hdp_size", "pp_size", "tokens_per_rank", "num_layers")
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` through a temporary file in the same directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
+    """The plan as JSON-ready values. `layout` is written for block plans only."""
+    columns = {f.name: getattr(plan.pieces, f.name) for f in fields(Pieces)}
+    value: dict[str, Any] = {"format": FORMAT, "version": VERSION, "strategy": plan.strategy}
+    value |= {name: getattr(plan, name) for name in _SCALARS}
+    if plan.layout != "zigzag":
+        value["layout"] = plan.layout
+    value["sequences"] = {"length": plan.lengths.tolist()}
+    value["pieces"] = {name: column.tolist() for name, column in columns.items() if column is not None}
+    if plan.predicted is not None:
+        value["predicted"] = prediction_to_dict(plan.predicted)
+    return value
+
+
+def prediction_to_dict(predicted: Prediction) -> dict[str, Any]:
+    """The `predicted` section."""
+    values = {f.name: getattr(predicted, f.name) for f in fields(Prediction)}
+    return {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in values.items()}
+
+
+def write_plan(plan: StepPlan, path: Path) -> None:
+    """Store `plan` at `path`, atomically."""
+    write_text_atomically(path, json.dumps(plan_to_dict(plan)) + "\n")
+
+
+def read_plan(path: Path) -> StepPlan:
+    """Load a plan file. The plan is well-formed but not yet proven; call `validate`.
+
+    Raises:
+        UserError: the file cannot be read, is not a plan, or a key is missing, of a wrong type or of a wrong length.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read plan {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not a plan file: {error}") from None
+    try:
+        return plan_from_dict(value)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def plan_from_dict(value: Any) -> StepPlan:
+    """The plan stored in `value`, the parsed JSON of a plan file.
+
+    Raises:
+        UserError: names the key at fault.
+    """
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise UserError(f'not a plan file: "format" must be "{FORMAT}"')
+    if value.get("version") != VERSION:
+        raise UserError(f"plan version {value.get('version')!r} is not supported; this program reads {VERSION}")
+    layout = value.get("layout", "zigzag")
+    if layout not in ("zigzag", "blocks"):
+        raise UserError(f'layout {layout!r} is unknown; it is "zigzag" or "blocks"')
+    table = _section(value, "pieces")
+    names = ["sequence", "rank", "micro_batch", "tokens"]
+    names += ["cp_degree", "cp_index"] if layout == "zigzag" else ["token_begin", "token_end"]
+    columns = {name: _integers(table, "pieces", name) for name in names}
+    offload_ratio = _floats(table, "pieces", "offload_ratio")
+    try:
+        return step_plan(
+            strategy=str(value.get("strategy", "")),
+            lengths=_integers(_section(value, "sequences"), "sequences", "length"),
+            offload_ratio=offload_ratio,
+            predicted=_prediction(value["predicted"]) if "predicted" in value else None,
+            **{name: _integer(value, name) for name in _SCALARS},
+            **columns,
+        )
+    except ValueError as error:
+        raise UserError(f"pieces: {error}") from None
+
+
+def _prediction(value: Any) -> Prediction:
+    if not isinstance(value, dict):
+        raise UserError("predicted must be an object")
+    scalars = {}
+    for name in ("step_time_s", "lower_bound_s", "imbalance", "planning_time_s"):
+        number = value.get(name)
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise UserError(f"predicted.{name} must be a number, not {number!r}")
+        scalars[name] = float(number)
+    return Prediction(rank_time_s=_floats(value, "predicted", "rank_time_s"), **scalars)
+
+
+def _section(value: dict[str, Any], name: str) -> dict[str, Any]:
+    section = value.get(name)
+    if not isinstance(section, dict):
+        raise UserError(f'key "{name}" is missing or not an object')
+    return section
+
+
+def _integer(value: dict[str, Any], name: str) -> int:
+    number = value.get(name)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise UserError(f'key "{name}" must be an integer, not {number!r}')
+    return number
+
+
+def _integers(section: dict[str, Any], where: str, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    array = _array(section, where, name)
+    if array.size and array.dtype.kind != "i":
+        raise UserError(f"{where}.{name} must hold integers only")
+    return array.astype(np.int64)
+
+
+def _floats(section: dict[str, Any], where: str, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    array = _array(section, where, name)
+    if array.size and array.dtype.kind not in "if":
+        raise UserError(f"{where}.{name} must hold numbers only")
+    return array.astype(np.float64)
+
+
+def _array(section: dict[str, Any], where: str, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    values = section.get(name)
+    if not isinstance(values, list):
+        raise UserError(f"{where}.{name} is missing or not an array")
+    try:
+        array = np.array(values)
+    except (ValueError, OverflowError):
+        raise UserError(f"{where}.{name} must be a flat array of numbers") from None
+    if array.ndim != 1:
+        raise UserError(f"{where}.{name} must be a flat array of numbers")
+    return array

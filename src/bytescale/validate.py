@@ -1,0 +1,241 @@
+"""Proof that a plan can be executed and computes every token exactly once, before anything runs.
+
+`validate` checks, and names sequence and rank when it cannot confirm:
+
+1. coverage: every token of every sequence exactly once; in the zig-zag layout one cp_degree D per sequence, D distinct
+   ranks, cp_index 0..D-1 once each; micro-batches numbered without gaps;
+2. memory: for every micro-batch, sum over its pieces of tokens * (k + (1 - r)(l - k)) / l <= C, with l layers on the
+   rank, r the offload ratio and k = min(2, l) layers that always stay (r = 0 gives tokens <= C);
+3. executable: a gang has at most one micro-batch per rank, and the operation graph has no cycle (`bytescale.schedule`);
+4. an idle rank is legal; `PlanReport` lists it.
+
+Cost: O(n log n) in pieces, numpy only.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.errors import UserError
+from bytescale.layout import piece_tokens
+from bytescale.plan import StepPlan
+from bytescale.schedule import BACKWARD, find_cycle, gangs_of, operation_edges
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+NUM_RESIDENT_LAYERS = 2
+"""Layers whose activations never leave the device: the running one and the one in flight (paper, Eq. 3)."""
+
+
+class PlanError(UserError):
+    """A plan breaks a rule; the message names the rule, the sequence and the rank."""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a valid plan looks like.
+
+    Attributes:
+        num_micro_batches: per rank. Shape [hdp_size].
+        idle_ranks: ranks without a piece.
+        num_gangs: gangs of more than one micro-batch.
+        peak_tokens: largest token-equivalents that any micro-batch holds (rule 2), at most tokens_per_rank.
+    """
+
+    num_micro_batches: IntArray
+    idle_ranks: IntArray
+    num_gangs: int
+    peak_tokens: float
+
+
+def resident_tokens(tokens: IntArray, offload_ratio: FloatArray, num_layers: int) -> FloatArray:
+    """Token-equivalents that pieces keep on the device: tokens * (k + (1 - r)(l - k)) / l. Same shape as `tokens`."""
+    resident = min(NUM_RESIDENT_LAYERS, num_layers)
+    return tokens * (resident + (1.0 - offload_ratio) * (num_layers - resident)) / num_layers
+
+
+def validate(plan: StepPlan) -> PlanReport:
+    """Check every rule.
+
+    Raises:
+        PlanError: the first rule found broken, with sequence and rank.
+    """
+    _check_ranges(plan)
+    if plan.layout == "zigzag":
+        _check_zigzag_coverage(plan)
+    else:
+        _check_block_coverage(plan)
+    _check_micro_batch_numbers(plan)
+    peak_tokens = _check_memory(plan)
+    num_gangs = _check_order(plan)
+    counts = plan.num_micro_batches()
+    return PlanReport(
+        num_micro_batches=counts, idle_ranks=np.flatnonzero(counts == 0), num_gangs=num_gangs, peak_tokens=peak_tokens
+    )
+
+
+def _first(mask: npt.NDArray[np.bool_]) -> int | None:
+    found = np.flatnonzero(mask)
+    return int(found[0]) if len(found) else None
+
+
+def _check_ranges(plan: StepPlan) -> None:
+    for name in ("hdp_size", "pp_size", "tokens_per_rank", "num_layers"):
+        if getattr(plan, name) < 1:
+            raise PlanError(f"{name} is {getattr(plan, name)}; it must be at least 1")
+    if (i := _first(plan.lengths < 1)) is not None:
+        raise PlanError(f"sequence {i} has length {plan.lengths[i]}; every length must be at least 1")
+    pieces = plan.pieces
+    if (i := _first((pieces.sequence < 0) | (pieces.sequence >= plan.num_sequences))) is not None:
+        raise PlanError(f"a piece names sequence {pieces.sequence[i]}; sequences are 0..{plan.num_sequences - 1}")
+    if (i := _first((pieces.rank < 0) | (pieces.rank >= plan.hdp_size))) is not None:
+        raise PlanError(
+            f"sequence {pieces.sequence[i]} has a piece on rank {pieces.rank[i]}; ranks are 0..{plan.hdp_size - 1}"
+        )
+    if (i := _first(pieces.micro_batch < 0)) is not None:
+        raise PlanError(
+            f"sequence {pieces.sequence[i]} on rank {pieces.rank[i]} is in micro-batch {pieces.micro_batch[i]}; "
+            "micro-batches count from 0"
+        )
+    if (i := _first(~((pieces.offload_ratio >= 0) & (pieces.offload_ratio <= 1)))) is not None:
+        raise PlanError(
+            f"sequence {pieces.sequence[i]} on rank {pieces.rank[i]} has offload_ratio {pieces.offload_ratio[i]}; "
+            "it must lie in [0, 1]"
+        )
+
+
+def _check_zigzag_coverage(plan: StepPlan) -> None:
+    pieces = plan.pieces
+    degree, index = pieces.cp_degree, pieces.cp_index
+    assert degree is not None and index is not None
+    rows, begin = plan.sequence_rows()
+    counts = np.diff(begin)
+    if (i := _first(counts == 0)) is not None:
+        raise PlanError(f"sequence {i} ({plan.lengths[i]} tokens) is not placed on any rank")
+    expected = np.repeat(counts, counts)
+    if (i := _first(degree[rows] != expected)) is not None:
+        row = rows[i]
+        raise PlanError(
+            f"sequence {pieces.sequence[row]} says cp_degree {degree[row]} on rank {pieces.rank[row]} "
+            f"but has {expected[i]} pieces"
+        )
+    position = np.arange(len(rows)) - np.repeat(begin[:-1], counts)
+    if (i := _first(index[rows] != position)) is not None:
+        row = rows[i]
+        raise PlanError(
+            f"sequence {pieces.sequence[row]} must have cp_index 0..{degree[row] - 1} once each; "
+            f"rank {pieces.rank[row]} has {index[row]}"
+        )
+    by_rank = np.lexsort((pieces.rank, pieces.sequence))
+    repeated = (np.diff(pieces.sequence[by_rank]) == 0) & (np.diff(pieces.rank[by_rank]) == 0)
+    if (i := _first(repeated)) is not None:
+        row = by_rank[i]
+        raise PlanError(f"sequence {pieces.sequence[row]} has two pieces on rank {pieces.rank[row]}")
+    tokens = piece_tokens(plan.lengths[pieces.sequence], degree, index)
+    if (i := _first(tokens != pieces.tokens)) is not None:
+        raise PlanError(
+            f"sequence {pieces.sequence[i]} on rank {pieces.rank[i]} says {pieces.tokens[i]} tokens; "
+            f"piece {index[i]} of {degree[i]} of {plan.lengths[pieces.sequence[i]]} tokens has {tokens[i]}"
+        )
+
+
+def _check_block_coverage(plan: StepPlan) -> None:
+    pieces = plan.pieces
+    token_begin, token_end = pieces.token_begin, pieces.token_end
+    assert token_begin is not None and token_end is not None
+    if (i := _first(pieces.tokens != token_end - token_begin)) is not None:
+        raise PlanError(
+            f"sequence {pieces.sequence[i]} on rank {pieces.rank[i]} says {pieces.tokens[i]} tokens for block "
+            f"[{token_begin[i]}, {token_end[i]})"
+        )
+    rows, begin = plan.sequence_rows()
+    counts = np.diff(begin)
+    if (i := _first(counts == 0)) is not None:
+        raise PlanError(f"sequence {i} ({plan.lengths[i]} tokens) is not placed on any rank")
+    is_first = np.zeros(len(rows), dtype=bool)
+    is_first[begin[:-1]] = True
+    previous_end = np.where(is_first, 0, np.concatenate([[0], token_end[rows][:-1]]))
+    if (i := _first(token_begin[rows] != previous_end)) is not None:
+        row = rows[i]
+        raise PlanError(
+            f"sequence {pieces.sequence[row]}: the block at {token_begin[row]} on rank {pieces.rank[row]} must begin "
+            f"at {previous_end[i]}, where the one before ends"
+        )
+    last = token_end[rows[begin[1:] - 1]]
+    if (i := _first(last != plan.lengths)) is not None:
+        raise PlanError(f"sequence {i} has {plan.lengths[i]} tokens; its blocks end at {last[i]}")
+
+
+def _check_micro_batch_numbers(plan: StepPlan) -> None:
+    pieces = plan.pieces
+    if not len(pieces):
+        return
+    starts = np.diff(pieces.rank) != 0
+    step = np.where(starts, pieces.micro_batch[1:], np.diff(pieces.micro_batch))
+    allowed = np.where(starts, step == 0, step <= 1)
+    first_row_wrong = pieces.micro_batch[0] != 0
+    if first_row_wrong or (i := _first(~allowed)) is not None:
+        row = 0 if first_row_wrong else i + 1
+        raise PlanError(
+            f"rank {pieces.rank[row]} has a micro-batch {pieces.micro_batch[row]} (sequence {pieces.sequence[row]}) "
+            "but none before it: micro-batches are numbered 0, 1, 2, ... without gaps"
+        )
+
+
+def _check_memory(plan: StepPlan) -> float:
+    pieces = plan.pieces
+    if not len(pieces):
+        return 0.0
+    ids = plan.micro_batch_ids()
+    held = np.bincount(ids, weights=resident_tokens(pieces.tokens, pieces.offload_ratio, plan.num_layers))
+    worst = int(held.argmax())
+    if held[worst] > plan.tokens_per_rank * (1 + 1e-9):
+        row = _first(ids == worst)
+        assert row is not None
+        raise PlanError(
+            f"micro-batch {pieces.micro_batch[row]} of rank {pieces.rank[row]} (first sequence {pieces.sequence[row]}) "
+            f"holds {held[worst]:.6g} tokens; tokens_per_rank is {plan.tokens_per_rank}"
+        )
+    return float(held[worst])
+
+
+def _check_order(plan: StepPlan) -> int:
+    if not len(plan.pieces):
+        return 0
+    gangs = gangs_of(plan)
+    by_gang = np.lexsort((gangs.rank, gangs.gang))
+    twice = (np.diff(gangs.gang[by_gang]) == 0) & (np.diff(gangs.rank[by_gang]) == 0)
+    if (i := _first(twice)) is not None:
+        first, second = by_gang[i], by_gang[i + 1]
+        ids = plan.micro_batch_ids()
+        rows = [_first(ids == m) for m in (first, second)]
+        names = [plan.pieces.micro_batch[row] for row in rows]
+        sequence = plan.pieces.sequence[rows[0]]
+        raise PlanError(
+            f"rank {gangs.rank[first]} would have to run micro-batches {names[0]} (sequence {sequence}) and {names[1]} "
+            "at the same time: they belong to one gang"
+        )
+    cycle = find_cycle(*operation_edges(plan, gangs))
+    if cycle:
+        raise PlanError(f"the order of micro-batches has a cycle and would hang: {_describe_cycle(plan, cycle)}")
+    return int((np.bincount(gangs.gang) > 1).sum())
+
+
+def _describe_cycle(plan: StepPlan, cycle: list[int]) -> str:
+    gangs = gangs_of(plan)
+    ids = plan.micro_batch_ids()
+    words = []
+    for node in [*cycle[:4], cycle[0]] if len(cycle) <= 4 else cycle[:5]:
+        gang, stage, direction = node, 0, 0
+        if plan.pp_size > 1:
+            gang, stage, direction = node // (2 * plan.pp_size), node // 2 % plan.pp_size, node % 2
+        rows = np.flatnonzero(gangs.gang[ids] == gang)
+        sequence = plan.pieces.sequence[rows[0]]
+        ranks = ", ".join(str(r) for r in np.unique(plan.pieces.rank[rows])[:4])
+        name = f"sequence {sequence} on rank {ranks}"
+        if plan.pp_size > 1:
+            name = f"{'backward' if direction == BACKWARD else 'forward'} of {name} at stage {stage}"
+        words.append(name)
+    return " before ".join(words) + (" ..." if len(cycle) > 4 else "")
