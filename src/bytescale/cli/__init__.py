@@ -1,0 +1,95 @@
+"""The command line: which commands there are, and how every failure ends.
+
+Commands are loaded when they are called, so `bytescale --help` and the planning commands start without torch. Exit
+codes: 0 success; 2 bad input, with one line on standard error and no traceback; 1 a failure at run time, with the
+traceback unless it is a lost peer (`CommunicationError`, one line); 130 after Ctrl-C.
+"""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from bytescale import __version__
+from bytescale.errors import CommunicationError, UserError, nearest
+from bytescale.launch import report_to_launcher
+
+_COMMANDS = {
+    "train": ("bytescale.cli.train", "Train a model on sequences of mixed length."),
+    "report": ("bytescale.cli.report", "Write the report of a run directory as one HTML file."),
+}
+"""Name -> (module, one line of help). The module holds a click command of that name."""
+
+
+class _Commands(click.Group):
+    """A group whose commands are imported when asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            raise UserError(f"unknown command {cmd_name!r}; {nearest(cmd_name, _COMMANDS)}")
+        module = importlib.import_module(_COMMANDS[cmd_name][0])
+        commands = [value for value in vars(module).values() if isinstance(value, click.Command)]
+        return next(command for command in commands if command.name == cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, help_line) in _COMMANDS.items()])
+
+
+@click.group(cls=_Commands, invoke_without_command=True)
+@click.version_option(__version__, prog_name="bytescale", message="%(prog)s %(version)s")
+@click.pass_context
+def bytescale(ctx: click.Context) -> None:
+    """Train language models on mixtures of short and very long sequences with Hybrid Data Parallelism."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. Nothing but the code and the output is a result.
+
+    Args:
+        arguments: the words after the program's name; None takes those of this process.
+    """
+    try:
+        result = bytescale.main(args=arguments, prog_name="bytescale", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except BrokenPipeError:
+        # The reader of our output (head, less) went away: end quietly, also when Python flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except click.ClickException as error:
+        return _fail(2, UserError(error.format_message()))
+    except UserError as error:
+        return _fail(2, error)
+    except Exception as error:
+        return _fail(1, error)
+
+
+def _fail(code: int, error: Exception) -> int:
+    """Say what went wrong, once: a rank below our launcher leaves the saying to it."""
+    if report_to_launcher(error):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A failed rank must not linger in threads or destructors that wait for its peers.
+        os._exit(code)
+    if isinstance(error, UserError | CommunicationError):
+        rank = os.environ.get("RANK", "0")
+        click.echo(f"bytescale: {'' if rank == '0' else f'rank {rank}: '}{one_line(error)}", err=True)
+    else:
+        traceback.print_exception(error)
+    return code
+
+
+def one_line(error: Exception) -> str:
+    """The message of `error` without line breaks."""
+    return " ".join(str(error).split())
