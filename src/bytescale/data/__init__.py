@@ -1,0 +1,39 @@
+"""Text in, planned batches out: sources, tokenizers, the token cache, sequences and the metadata-first loader.
+
+Needs numpy alone; `tokenizers` and `pyarrow` are imported when a configuration asks for them. Typical use:
+
+    tokenizer = load_tokenizer(config.data)
+    check_vocab(tokenizer, vocab_size)
+    dataset = open_dataset(config.data, tokenizer)
+    with StepLoader(dataset, config.batch, config.train.seed, planner, hdp_rank, num_steps=100) as loader:
+        for step in loader: ...
+"""
+
+from bytescale.data.dataset import DatasetCounts, SequenceDataset, build_dataset, open_dataset
+from bytescale.data.loader import (
+    GlobalBatch,
+    LoaderState,
+    StepData,
+    StepLoader,
+    TokenMicroBatch,
+    next_batch,
+    read_micro_batch,
+)
+from bytescale.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
+
+__all__ = [
+    "DatasetCounts",
+    "GlobalBatch",
+    "LoaderState",
+    "SequenceDataset",
+    "StepData",
+    "StepLoader",
+    "TokenMicroBatch",
+    "Tokenizer",
+    "build_dataset",
+    "check_vocab",
+    "load_tokenizer",
+    "next_batch",
+    "open_dataset",
+    "read_micro_batch",
+]

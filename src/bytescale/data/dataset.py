@@ -1,0 +1,156 @@
+"""The sequences of a corpus: which documents, cut where, in columns that a planner can read before any token is.
+
+A sequence is the tokens of one document with its end token, or a part of them where a document is longer than
+`max_context` and `overlong` is `split`. Invariants: every sequence has 1..max_context tokens, none spans two documents,
+order is that of the source; what was left out is counted and never silent. A sequence of s tokens has s - 1 targets:
+its last token has no next one, also where a document was cut.
+
+Cost: 24 bytes of memory a sequence; tokens stay on disk until `read`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.config import DataConfig, Overlong
+from bytescale.data.cache import TokenCorpus, open_corpus
+from bytescale.data.sources import document_name, open_source
+from bytescale.data.tokenizers import TokenArray, Tokenizer, load_tokenizer
+from bytescale.errors import UserError
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DatasetCounts:
+    """What became of the documents.
+
+    Attributes:
+        documents: documents of the source, empty ones included.
+        empty_dropped: documents without a token before the end token.
+        overlong_split: documents cut into several sequences.
+        overlong_dropped: documents left out for their length.
+        sequences: sequences that remain.
+        tokens: tokens in them.
+    """
+
+    documents: int
+    empty_dropped: int
+    overlong_split: int
+    overlong_dropped: int
+    sequences: int
+    tokens: int
+
+    def describe(self) -> str:
+        """One line for a person."""
+        line = f"{self.documents:,} documents -> {self.sequences:,} sequences, {self.tokens:,} tokens"
+        asides = [
+            f"{count:,} {what}"
+            for count, what in (
+                (self.empty_dropped, "empty dropped"),
+                (self.overlong_split, "overlong split"),
+                (self.overlong_dropped, "overlong dropped"),
+            )
+            if count
+        ]
+        return f"{line} ({', '.join(asides)})" if asides else line
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceDataset:
+    """Sequences in source order, as columns of shape [num_sequences].
+
+    Attributes:
+        tokens: all tokens of the corpus; memory-mapped.
+        lengths: tokens of each sequence.
+        num_targets: targets of each sequence, length - 1.
+        starts: where each sequence begins in `tokens`.
+        counts: what became of the documents.
+    """
+
+    tokens: TokenArray
+    lengths: IntArray
+    num_targets: IntArray
+    starts: IntArray
+    counts: DatasetCounts
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, sequence: int, begin: int, end: int) -> IntArray:
+        """Tokens begin..end-1 of `sequence`. Shape [end - begin].
+
+        Raises:
+            IndexError: the sequence does not have these tokens.
+        """
+        if not (0 <= sequence < len(self) and 0 <= begin <= end <= self.lengths[sequence]):
+            raise IndexError(f"no tokens [{begin}, {end}) in sequence {sequence}")
+        start = int(self.starts[sequence])
+        return self.tokens[start + begin : start + end].astype(np.int64)
+
+
+def build_dataset(
+    corpus: TokenCorpus, max_context: int, overlong: Overlong = "split", name_of: Callable[[int], str] | None = None
+) -> SequenceDataset:
+    """Apply `max_context` to the documents of `corpus`.
+
+    Args:
+        corpus: documents with their end tokens.
+        max_context: longest sequence, in tokens, end token included.
+        overlong: `split` cuts longer documents every `max_context` tokens, `drop` leaves them out, `error` refuses.
+        name_of: name of a document by number, for the message of `error`.
+
+    Raises:
+        UserError: a document is too long and `overlong` is `error`, or no sequence has a target.
+    """
+    lengths = np.diff(corpus.offsets).astype(np.int64)
+    empty = lengths <= 1
+    long = lengths > max_context
+    if overlong == "error" and long.any():
+        first = int(long.argmax())
+        name = name_of(first) if name_of is not None else str(first)
+        raise UserError(
+            f"document {name} has {lengths[first]} tokens with its end token, data.max_context is {max_context}; raise "
+            "data.max_context or set data.overlong to split or drop"
+        )
+    kept = np.flatnonzero(~empty & ~long if overlong == "drop" else ~empty)
+    starts, lengths = _cut(np.asarray(corpus.offsets)[kept], lengths[kept], max_context)
+    counts = DatasetCounts(
+        documents=corpus.num_documents,
+        empty_dropped=int(empty.sum()),
+        overlong_split=int(long.sum()) if overlong == "split" else 0,
+        overlong_dropped=int(long.sum()) if overlong == "drop" else 0,
+        sequences=len(lengths),
+        tokens=int(lengths.sum()),
+    )
+    if not (lengths > 1).any():
+        raise UserError(f"no sequence has a token to predict: {counts.describe()}; check data.path and data.overlong")
+    return SequenceDataset(tokens=corpus.tokens, lengths=lengths, num_targets=lengths - 1, starts=starts, counts=counts)
+
+
+def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None) -> SequenceDataset:
+    """The sequences that a configuration describes: source, tokenizer, cache and limits in one call.
+
+    Args:
+        config: the `[data]` section.
+        tokenizer: what `load_tokenizer(config)` returned, where the caller has it already.
+
+    Raises:
+        UserError: anything about the data that the user can put right; the message says how.
+    """
+    source = open_source(config)
+    corpus = open_corpus(source, tokenizer or load_tokenizer(config), config.cache_dir)
+    return build_dataset(
+        corpus, config.max_context, config.overlong, name_of=lambda document: document_name(source, document)
+    )
+
+
+def _cut(starts: IntArray, lengths: IntArray, max_context: int) -> tuple[IntArray, IntArray]:
+    """Cut every range (start, length) after each `max_context` tokens; returns the new starts and lengths."""
+    num_parts = -(-lengths // max_context)
+    first = np.cumsum(num_parts) - num_parts
+    offset = (np.arange(num_parts.sum(), dtype=np.int64) - np.repeat(first, num_parts)) * max_context
+    remaining = np.repeat(lengths, num_parts) - offset
+    return np.repeat(starts, num_parts) + offset, np.minimum(remaining, max_context)

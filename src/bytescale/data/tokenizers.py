@@ -1,0 +1,193 @@
+"""From text to token ids: the built-in byte tokenizer, and any `tokenizer.json` file.
+
+Both end every document with one end token and add nothing else: no begin token, no template, no padding and no
+truncation, whatever the file asks for. Text is never stripped. `fingerprint` changes whenever the ids of some text
+could change; it is part of the key of the token cache. Tokens of a batch of documents come as one flat array plus
+lengths, so that no Python object per token exists.
+
+Cost: the byte tokenizer is vectorised over the batch; files run in the `tokenizers` library, on its own threads.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.config import DataConfig
+from bytescale.data.optional import one_line, require
+from bytescale.errors import UserError
+
+IntArray = npt.NDArray[np.int64]
+TokenArray = npt.NDArray[Any]
+"""Token ids in some unsigned integer type."""
+
+BYTE_END = 256
+COMMON_END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """What the data room asks of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """1 + the largest id."""
+
+    @property
+    def end_id(self) -> int:
+        """Id that ends every document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of everything that decides the ids."""
+
+    def encode(self, texts: Sequence[str]) -> tuple[TokenArray, IntArray]:
+        """Tokens of all texts, each followed by the end token.
+
+        Returns:
+            tokens: all documents one after the other. Shape [sum(lengths)].
+            lengths: tokens of each document, end token included. Shape [len(texts)].
+        """
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of the UTF-8 text, 256 ends a document."""
+
+    name: str = "byte"
+    vocab_size: int = BYTE_END + 1
+    end_id: int = BYTE_END
+    fingerprint: str = "byte"
+
+    def encode(self, texts: Sequence[str]) -> tuple[TokenArray, IntArray]:
+        """See `Tokenizer.encode`."""
+        encoded = [text.encode("utf-8") for text in texts]
+        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)) + 1
+        # One byte of room after each document, overwritten by the end token.
+        tokens = np.frombuffer(b"\0".join([*encoded, b""]), dtype=np.uint8).astype(np.uint16)
+        tokens[np.cumsum(lengths) - 1] = BYTE_END
+        return tokens, lengths
+
+
+@dataclass(frozen=True, eq=False)
+class FileTokenizer:
+    """A `tokenizer.json` run by the `tokenizers` library (`library` is its Tokenizer object)."""
+
+    name: str
+    vocab_size: int
+    end_id: int
+    fingerprint: str
+    library: Any
+
+    def encode(self, texts: Sequence[str]) -> tuple[TokenArray, IntArray]:
+        """See `Tokenizer.encode`."""
+        run = getattr(self.library, "encode_batch_fast", self.library.encode_batch)
+        encoded = [np.asarray(e.ids, dtype=np.uint32) for e in run(list(texts), add_special_tokens=False)]
+        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)) + 1
+        end = np.array([self.end_id], dtype=np.uint32)
+        parts = [part for ids in encoded for part in (ids, end)]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint32), lengths
+
+
+def load_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer that `config.tokenizer` names: `byte`, a `tokenizer.json` file, or a directory that holds one.
+
+    Raises:
+        UserError: no such file, a broken file, a missing package, or no end token to be found.
+    """
+    if config.tokenizer == "byte":
+        if config.end_token is not None:
+            raise UserError("data.end_token does not apply to the byte tokenizer, which ends a document with id 256")
+        return ByteTokenizer()
+    path = Path(os.path.expanduser(config.tokenizer))
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f'data.tokenizer = "{config.tokenizer}" is neither "byte" nor a tokenizer.json file')
+    library, content = _open_library(path)
+    vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise UserError(f"{path} has an empty vocabulary")
+    end_id = _end_id(path, config.end_token, vocabulary)
+    digest = hashlib.blake2b(content, digest_size=20)
+    digest.update(f"end {end_id}".encode())
+    return FileTokenizer(
+        name=str(path),
+        vocab_size=1 + max(vocabulary.values()),
+        end_id=end_id,
+        fingerprint=digest.hexdigest(),
+        library=library,
+    )
+
+
+def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a model whose embedding has no row for some id of the tokenizer.
+
+    Raises:
+        UserError: `vocab_size` of the model is smaller than `tokenizer.vocab_size`.
+    """
+    if vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} does not match the model: its ids reach {tokenizer.vocab_size - 1}, the model "
+            f"has vocab_size {vocab_size}; take the model's own tokenizer or a vocab_size of {tokenizer.vocab_size} "
+            "or more"
+        )
+
+
+def _open_library(path: Path) -> tuple[Any, bytes]:
+    tokenizers = require("tokenizers", "data", f"tokenizer {path}")
+    try:
+        content = path.read_bytes()
+        library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except Exception as error:  # The library raises plain Exception for whatever it cannot parse.
+        raise UserError(f"{path} is not a valid tokenizer.json: {one_line(error)}") from None
+    # Files carry the padding and truncation of whoever saved them; both would change documents silently.
+    library.no_padding()
+    library.no_truncation()
+    return library, content
+
+
+def _end_id(path: Path, end_token: str | None, vocabulary: dict[str, int]) -> int:
+    if end_token is not None:
+        if end_token not in vocabulary:
+            raise UserError(f'data.end_token = "{end_token}" is not in the vocabulary of {path}')
+        return vocabulary[end_token]
+    stated = _stated_end_token(path.with_name("tokenizer_config.json"))
+    if stated is not None:
+        if stated not in vocabulary:
+            raise UserError(
+                f'tokenizer_config.json beside {path} says eos_token "{stated}", which the vocabulary lacks; '
+                "set data.end_token"
+            )
+        return vocabulary[stated]
+    for name in COMMON_END_TOKENS:
+        if name in vocabulary:
+            return vocabulary[name]
+    raise UserError(
+        f"{path} has none of the end tokens {', '.join(COMMON_END_TOKENS)}; set data.end_token to one of its tokens"
+    )
+
+
+def _stated_end_token(path: Path) -> str | None:
+    """`eos_token` of a tokenizer_config.json; None when there is no file or it says nothing."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {one_line(error)}; repair it or set data.end_token") from None
+    token = settings.get("eos_token") if isinstance(settings, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
