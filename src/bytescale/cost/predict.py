@@ -1,0 +1,129 @@
+"""What a plan will take: own time of every micro-batch, the step, and the bound no plan can beat.
+
+    bound = max( sum over sequences of T(s, 1) / hdp_size,   max over sequences of min over D of T(s, D) )
+
+without the constant g, which depends on the packing. T grows with s at every degree, so the second term needs the
+longest sequence alone. With a pipeline the first term counts one stage (the fullest), the second all of them. With
+measured rank speeds work is divided by their sum. `rank_time_s` is the sum over a rank's pieces plus g a micro-batch;
+gang waiting is added by `makespan`.
+
+Cost: O(pieces + hdp_size), numpy.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.cost.blocks import block_times_s
+from bytescale.cost.makespan import makespan
+from bytescale.cost.model import CostModel, constant_s, piece_times_s
+from bytescale.plan import Prediction, StepPlan
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Own time of each micro-batch on each stage, waiting excluded. Both of shape [M, pp_size]."""
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+
+
+def stage_layers(num_layers: int, pp_size: int) -> IntArray:
+    """Layers of each stage: as even as possible, the fuller ones first, since the last stage has the head."""
+    return np.full(pp_size, num_layers // pp_size, np.int64) + (np.arange(pp_size) < num_layers % pp_size)
+
+
+def durations(plan: StepPlan, cost: CostModel, rank_speed: FloatArray | None = None) -> Durations:
+    """Own time of every micro-batch of `plan` (ids as in `StepPlan.micro_batch_ids`)."""
+    forward_s, backward_s = _layer_times(plan, cost)
+    ids = plan.micro_batch_ids()
+    num = int(plan.num_micro_batches().sum())
+    layers = stage_layers(cost.num_layers, plan.pp_size).astype(np.float64)
+    tokens = np.bincount(ids, weights=plan.pieces.tokens, minlength=num)
+    columns = []
+    for times, constant, head in zip(
+        (forward_s, backward_s), constant_s(cost), (cost.forward.head_token_s, cost.backward.head_token_s), strict=True
+    ):
+        per_layer = np.bincount(ids, weights=times, minlength=num) + constant
+        table = per_layer[:, None] * layers[None, :]
+        table[:, -1] += head * tokens
+        columns.append(table)
+    if rank_speed is not None and num:
+        speed = np.repeat(rank_speed, plan.num_micro_batches())[:, None]
+        columns = [table / speed for table in columns]
+    return Durations(*columns)
+
+
+def _layer_times(plan: StepPlan, cost: CostModel) -> tuple[FloatArray, FloatArray]:
+    """Forward and backward time per layer of every piece."""
+    pieces = plan.pieces
+    if plan.layout == "blocks":
+        return block_times_s(plan, cost)
+    crosses = None
+    if len(pieces) and cost.intra_node != cost.inter_node:
+        rows, begin = plan.sequence_rows()
+        node = pieces.rank[rows] // cost.ranks_per_node
+        first, last = np.minimum.reduceat(node, begin[:-1]), np.maximum.reduceat(node, begin[:-1])
+        crosses = (first != last)[pieces.sequence]
+    return piece_times_s(cost, plan.lengths[pieces.sequence], pieces.cp_degree, pieces.offload_ratio, crosses)
+
+
+def degree_one_work_s(cost: CostModel, lengths: IntArray, num_layers: float | None = None) -> FloatArray:
+    """T(s, 1) of each sequence over `num_layers` layers (default: all, with the head), without g."""
+    forward_s, backward_s = piece_times_s(cost, lengths)
+    if num_layers is not None:
+        return (forward_s + backward_s) * num_layers
+    head_s = (cost.forward.head_token_s + cost.backward.head_token_s) * lengths
+    return (forward_s + backward_s) * cost.num_layers + head_s
+
+
+def least_time_s(cost: CostModel, length: int, hdp_size: int) -> tuple[float, int]:
+    """Least time of one sequence over all degrees 1..hdp_size and the least degree that reaches it, without g."""
+    degree = np.arange(1, hdp_size + 1)
+    forward_s, backward_s = piece_times_s(cost, length, degree)
+    head_s = (cost.forward.head_token_s + cost.backward.head_token_s) * (length / degree)
+    total = (forward_s + backward_s) * cost.num_layers + head_s
+    best = int(total.argmin())
+    return float(total[best]), best + 1
+
+
+def lower_bound_s(
+    cost: CostModel, lengths: IntArray, hdp_size: int, pp_size: int = 1, rank_speed: FloatArray | None = None
+) -> float:
+    """No plan of these sequences on these ranks is faster."""
+    if not len(lengths):
+        return 0.0
+    total_speed, top_speed = float(hdp_size), 1.0
+    if rank_speed is not None:
+        total_speed, top_speed = float(rank_speed.sum()), float(rank_speed.max())
+    work = degree_one_work_s(cost, lengths, None if pp_size == 1 else -(-cost.num_layers // pp_size))
+    longest, _ = least_time_s(cost, int(lengths.max()), hdp_size)
+    return max(float(work.sum()) / total_speed, longest / top_speed)
+
+
+def predict(
+    plan: StepPlan, cost: CostModel, *, rank_speed: FloatArray | None = None, planning_time_s: float = 0.0
+) -> Prediction:
+    """Step time with gang waiting, rank times without, and the lower bound.
+
+    With a pipeline a rank's time is that of its busiest stage.
+    """
+    times = durations(plan, cost, rank_speed)
+    timeline = makespan(plan, times.forward_s, times.backward_s)
+    counts = plan.num_micro_batches()
+    owner = np.repeat(np.arange(plan.hdp_size), counts)
+    busy = np.zeros((plan.hdp_size, plan.pp_size))
+    np.add.at(busy, owner, times.forward_s + times.backward_s)
+    rank_time = busy.max(axis=1)
+    mean = float(rank_time.mean())
+    return Prediction(
+        step_time_s=timeline.step_time_s,
+        lower_bound_s=lower_bound_s(cost, plan.lengths, plan.hdp_size, plan.pp_size, rank_speed),
+        rank_time_s=rank_time,
+        imbalance=float(rank_time.max()) / mean if mean > 0 else 1.0,
+        planning_time_s=planning_time_s,
+    )

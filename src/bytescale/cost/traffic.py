@@ -1,0 +1,66 @@
+"""How many tokens of keys and values the attention of a plan sends, exactly.
+
+Ranks of a sequence exchange directly. The rank with `cp_index` k sends its KV to the D - 1 others: to a larger index
+the front run alone (the back run lies behind every query there), to a smaller one the whole piece. With n tokens in
+the piece and f in its front run that is (D - 1 - k) * f + k * n tokens for one forward pass of one layer. A block plan
+sends each block to every other rank that holds a later block of the sequence, once.
+
+The backward sends the KV again and the partial gradients back, the same counts twice; recomputation repeats the
+forward. Cost: O(pieces), closed sums.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.plan import StepPlan
+
+IntArray = npt.NDArray[np.int64]
+
+
+def attention_traffic_tokens(plan: StepPlan) -> IntArray:
+    """KV tokens that each rank sends in one forward pass of one layer. Shape [hdp_size]."""
+    pieces = plan.pieces
+    sent = _zigzag_tokens(plan) if plan.layout == "zigzag" else _block_tokens(plan)
+    totals = np.zeros(plan.hdp_size, dtype=np.int64)
+    np.add.at(totals, pieces.rank, sent)
+    return totals
+
+
+def attention_bytes(plan: StepPlan, kv_bytes_per_token: float, num_layers: int, checkpointing: bool = False) -> int:
+    """Bytes sent by attention in one step, all ranks together.
+
+    Args:
+        plan: the plan.
+        kv_bytes_per_token: bytes of K and V of one token in one layer.
+        num_layers: layers of the whole model.
+        checkpointing: every layer is recomputed in the backward.
+    """
+    passes = 4 if checkpointing else 3
+    return round(int(attention_traffic_tokens(plan).sum()) * kv_bytes_per_token * num_layers * passes)
+
+
+def _zigzag_tokens(plan: StepPlan) -> IntArray:
+    pieces = plan.pieces
+    degree, index = pieces.cp_degree, pieces.cp_index
+    assert degree is not None and index is not None
+    length = plan.lengths[pieces.sequence]
+    front = (index + 1) * length // degree // 2 - index * length // degree // 2
+    return np.asarray((degree - 1 - index) * front + index * pieces.tokens, np.int64)
+
+
+def _block_tokens(plan: StepPlan) -> IntArray:
+    """Per block: its tokens times the distinct other ranks among the later blocks of its sequence."""
+    pieces = plan.pieces
+    rows, begin = plan.sequence_rows()
+    sequence, rank = pieces.sequence[rows], pieces.rank[rows]
+    num_rows = len(rows)
+    key = sequence * plan.hdp_size + rank
+    reverse_first = np.unique(key[::-1], return_index=True)[1]
+    is_last = np.zeros(num_rows, dtype=bool)
+    is_last[num_rows - 1 - reverse_first] = True
+    seen = np.concatenate([[0], np.cumsum(is_last)])
+    end_of_sequence = begin[1:][sequence]
+    later_ranks = seen[end_of_sequence] - seen[np.arange(num_rows) + 1] - ~is_last
+    sent = np.zeros(num_rows, dtype=np.int64)
+    sent[rows] = later_ranks * pieces.tokens[rows]
+    return sent

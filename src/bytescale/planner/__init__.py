@@ -1,0 +1,94 @@
+"""Decisions: from sequence lengths to a step plan, for anyone's trainer. numpy alone.
+
+    from bytescale.cost import preset_cost
+    from bytescale.planner import plan
+
+    step = plan([16384, 900, 120], "hdp-naive", hdp_size=4, tokens_per_rank=8192, cost=preset_cost("llama-7b", "h100"))
+    for rows in step.micro_batch_rows(rank=0):
+        print(step.pieces.sequence[rows], step.pieces.tokens[rows])
+    print(step.predicted.step_time_s, step.predicted.lower_bound_s)
+
+A strategy is a pure function from a checked `Problem` to a `StepPlan`. Equal input and seed give an equal plan. Every
+plan passes `bytescale.validate`.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy.typing as npt
+
+from bytescale.cost.model import CostModel
+from bytescale.cost.predict import predict
+from bytescale.errors import UserError, nearest
+from bytescale.plan import StepPlan
+from bytescale.planner.naive import plan_naive
+from bytescale.planner.problem import Offload, Problem, make_problem
+from bytescale.planner.static import plan_static
+
+STRATEGIES: Mapping[str, str] = MappingProxyType(
+    {
+        "static": "one cp_degree for all, packs in arrival order (Megatron-LM, MegaScale)",
+        "hdp-naive": "fewest ranks per sequence, best-fit packs, no balance (ByteScale Algorithm 1)",
+    }
+)
+"""Name of every strategy and what it is."""
+
+_FUNCTIONS: Mapping[str, Callable[[Problem], StepPlan]] = MappingProxyType(
+    {"static": plan_static, "hdp-naive": plan_naive}
+)
+
+__all__ = ["STRATEGIES", "Problem", "make_problem", "plan"]
+
+
+def plan(
+    lengths: Sequence[int] | npt.ArrayLike,
+    strategy: str = "best",
+    *,
+    hdp_size: int,
+    tokens_per_rank: int,
+    cost: CostModel,
+    context: int | None = None,
+    pp_size: int = 1,
+    offload: Offload = "off",
+    seed: int = 0,
+    rank_speed: Sequence[float] | npt.ArrayLike | None = None,
+) -> StepPlan:
+    """Place one global batch.
+
+    Args:
+        lengths: tokens of each sequence.
+        strategy: a name in `STRATEGIES`.
+        hdp_size: number of HDP ranks (with a pipeline: of pipelines).
+        tokens_per_rank: activation capacity C of a rank for one micro-batch, in tokens.
+        cost: the cost model, see `bytescale.cost`.
+        context: longest sequence `static` must hold; None is the longest of this batch.
+        pp_size: pipeline stages.
+        offload: `off`, one ratio in [0, 1] for every piece, or `auto`: chosen per sequence.
+        seed: of the random part of a search, where a strategy has one.
+        rank_speed: measured relative speed of each rank; None takes all as equal.
+
+    Returns:
+        A valid plan with `predicted` filled.
+
+    Raises:
+        UserError: bad input, or a sequence that no set of ranks can hold.
+    """
+    begin = time.perf_counter()
+    if strategy not in STRATEGIES:
+        raise UserError(f"unknown strategy {strategy!r}; {nearest(strategy, STRATEGIES)}")
+    problem = make_problem(
+        lengths,
+        hdp_size=hdp_size,
+        tokens_per_rank=tokens_per_rank,
+        cost=cost,
+        context=context,
+        pp_size=pp_size,
+        offload=offload,
+        seed=seed,
+        rank_speed=rank_speed,
+    )
+    made = _FUNCTIONS[strategy](problem)
+    elapsed_s = time.perf_counter() - begin
+    return replace(made, predicted=predict(made, cost, rank_speed=problem.rank_speed, planning_time_s=elapsed_s))

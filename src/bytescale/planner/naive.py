@@ -1,0 +1,110 @@
+"""`hdp-naive`: Algorithm 1 of ByteScale. Each long sequence gets the ranks it needs, the short ones share packs.
+
+Degrees are ceil(s / C) for s >= C (Eq. 3 when offloading is allowed, see `bytescale.planner.degree`); shorter
+sequences are packed best-fit to C. The paper leaves line 10, the placement, open. Here: long sequences in arrival order
+take the next D ranks round the ring of ranks, then the packs do the same one by one. No load is looked at; that is the
+balance scheduler's part.
+
+With a pipeline, gangs must sit at the same micro-batch number on all their ranks (then every stage runs a part of one
+common 1F1B order and nothing can wait in a circle), so they are placed by `stack_gangs`, widest first.
+
+Invariant: gangs are placed in one global order, so the order on every rank agrees. Cost: O(pieces).
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.plan import StepPlan
+from bytescale.planner.assemble import plan_of_groups
+from bytescale.planner.pack import best_fit
+from bytescale.planner.problem import Problem, too_long
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+def least_degrees(problem: Problem) -> tuple[IntArray, FloatArray]:
+    """Degree of each sequence and its offload ratio: the fewest ranks that hold it.
+
+    Raises:
+        UserError: a sequence needs more ranks than exist.
+    """
+    degree = -(-problem.lengths // problem.fixed_capacity)
+    if int(degree.max()) > problem.hdp_size:
+        raise too_long(problem, int(degree.argmax()), problem.fixed_capacity, problem.hdp_size)
+    return degree, np.full(len(degree), problem.fixed_ratio)
+
+
+def plan_naive(problem: Problem) -> StepPlan:
+    """Algorithm 1 with round-robin placement."""
+    degree, ratio = least_degrees(problem)
+    capacity = problem.fixed_capacity
+    is_long = problem.lengths >= capacity
+    long_sequences = np.flatnonzero(is_long)
+    short_sequences = np.flatnonzero(~is_long)
+    pack = best_fit(problem.lengths[short_sequences], capacity)
+    num_packs = int(pack.max(initial=-1)) + 1
+    place = _round_robin if problem.pp_size == 1 else _stacked
+    ranks, micro_batches, pack_rank, pack_micro_batch = place(problem, degree[long_sequences], num_packs)
+    return plan_of_groups(
+        problem,
+        "hdp-naive",
+        sequence=np.concatenate([long_sequences, short_sequences]),
+        degree=np.concatenate([degree[long_sequences], np.ones(len(short_sequences), np.int64)]),
+        ranks=np.concatenate([ranks, pack_rank[pack]]),
+        micro_batches=np.concatenate([micro_batches, pack_micro_batch[pack]]),
+        offload_ratio=np.concatenate([ratio[long_sequences], ratio[short_sequences]]),
+    )
+
+
+def _round_robin(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Slot t of the endless row of ranks is rank t mod R in its micro-batch t div R."""
+    num_slots = int(degree.sum())
+    slot = np.arange(num_slots + num_packs)
+    rank, micro_batch = slot % problem.hdp_size, slot // problem.hdp_size
+    return rank[:num_slots], micro_batch[:num_slots], rank[num_slots:], micro_batch[num_slots:]
+
+
+def _stacked(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    ranks, micro_batches, counts = stack_gangs(degree, problem.hdp_size)
+    pack_rank = np.zeros(num_packs, dtype=np.int64)
+    pack_micro_batch = np.zeros(num_packs, dtype=np.int64)
+    for p in range(num_packs):
+        r = int(counts.argmin())
+        pack_rank[p], pack_micro_batch[p] = r, counts[r]
+        counts[r] += 1
+    return ranks, micro_batches, pack_rank, pack_micro_batch
+
+
+def stack_gangs(
+    degree: IntArray, hdp_size: int, weight: FloatArray | None = None
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Place gangs so that each sits at one micro-batch number on all its ranks, without gaps.
+
+    Widest first; among the sets of ranks with equal counts that are large enough, the one with the least load (count,
+    or summed `weight` of the gangs on it). Such a set always exists: the ranks of the last gang are one.
+
+    Returns:
+        Rank and micro-batch of every piece, grouped by gang in the order given, and micro-batches of every rank.
+    """
+    counts = np.zeros(hdp_size, dtype=np.int64)
+    load = np.zeros(hdp_size)
+    begin = np.cumsum(degree) - degree
+    ranks = np.zeros(int(degree.sum()), dtype=np.int64)
+    micro_batches = np.zeros_like(ranks)
+    key = -degree if weight is None else -degree - weight / (1.0 + weight.max(initial=0.0))
+    for g in np.argsort(key, kind="stable").tolist():
+        d = int(degree[g])
+        candidates = []
+        for count in np.unique(counts).tolist():
+            members = np.flatnonzero(counts == count)
+            if len(members) >= d:
+                chosen = members[np.argsort(load[members], kind="stable")[:d]]
+                candidates.append((float(load[chosen].max()), count, chosen))
+        _, count, chosen = min(candidates, key=lambda c: (c[0], c[1]))
+        chosen = np.sort(chosen)
+        rows = slice(int(begin[g]), int(begin[g]) + d)
+        ranks[rows], micro_batches[rows] = chosen, count
+        counts[chosen] += 1
+        load[chosen] += 1.0 if weight is None else float(weight[g])
+    return ranks, micro_batches, counts

@@ -1,0 +1,189 @@
+"""The question a strategy answers: these sequences, these ranks, this memory, this cost model.
+
+`make_problem` checks every input once, so that strategies may trust it: lengths are positive integers, and a
+sequence no set of ranks can hold is refused by name before anything is placed. Cost: O(sequences).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.cost.model import CostModel
+from bytescale.errors import UserError
+from bytescale.validate import NUM_RESIDENT_LAYERS
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+Offload = Literal["auto", "off"] | float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Checked input of a strategy.
+
+    Attributes:
+        lengths: tokens of each sequence, all at least 1. Shape [num_sequences].
+        hdp_size: R.
+        tokens_per_rank: C.
+        num_layers: layers on one rank, ceil(layers / pp_size).
+        cost: the cost model.
+        context: longest sequence `static` must hold.
+        pp_size: pipeline stages.
+        offload: `auto`, `off`, or one ratio for every piece.
+        rank_speed: relative speed of each rank, mean 1, or None. Shape [hdp_size].
+        seed: of any random search.
+    """
+
+    lengths: IntArray
+    hdp_size: int
+    tokens_per_rank: int
+    num_layers: int
+    cost: CostModel
+    context: int
+    pp_size: int = 1
+    offload: Offload = "off"
+    rank_speed: FloatArray | None = None
+    seed: int = 0
+
+    @property
+    def fixed_ratio(self) -> float:
+        """The offload ratio where none is chosen per sequence."""
+        return self.offload if isinstance(self.offload, float) else 0.0
+
+    @property
+    def fixed_capacity(self) -> int:
+        """Tokens a micro-batch may hold at `fixed_ratio`."""
+        return capacity_tokens(self.tokens_per_rank, self.fixed_ratio, self.num_layers)
+
+    @property
+    def largest_capacity(self) -> int:
+        """Tokens a micro-batch may hold at the largest ratio allowed."""
+        ratio = 1.0 if self.offload == "auto" else self.fixed_ratio
+        return capacity_tokens(self.tokens_per_rank, ratio, self.num_layers)
+
+
+def capacity_tokens(tokens_per_rank: int, offload_ratio: float, num_layers: int) -> int:
+    """Largest n with n * (k + (1 - r)(l - k)) / l <= C, k = min(2, l)."""
+    resident = min(NUM_RESIDENT_LAYERS, num_layers)
+    kept = (resident + (1.0 - offload_ratio) * (num_layers - resident)) / num_layers
+    return math.floor(tokens_per_rank / kept * (1 + 1e-12))
+
+
+def check_lengths(lengths: Sequence[int] | npt.ArrayLike) -> IntArray:
+    """`lengths` as positive integers.
+
+    Raises:
+        UserError: empty, not a flat list of numbers, or one that is not a positive integer, by position and value.
+    """
+    try:
+        values = np.asarray(lengths)
+    except (ValueError, OverflowError):
+        raise UserError("lengths must be a flat list of integers") from None
+    if values.ndim != 1:
+        raise UserError("lengths must be a flat list of integers")
+    if not values.size:
+        raise UserError("there are no sequences to plan: the list of lengths is empty")
+    if values.dtype.kind not in "iuf":
+        raise UserError(f"lengths must be integers; sequence 0 is {lengths_entry(values, 0)}")
+    if values.dtype.kind == "f":
+        broken = np.flatnonzero(~np.isfinite(values) | (values != np.floor(values)))
+        if len(broken):
+            i = int(broken[0])
+            raise UserError(f"sequence {i} has length {lengths_entry(values, i)}; a length is a whole number of tokens")
+    low = np.flatnonzero(values < 1)
+    if len(low):
+        i = int(low[0])
+        raise UserError(f"sequence {i} has length {lengths_entry(values, i)}; a length is at least 1 token")
+    if float(values.max()) > 2**48:
+        i = int(values.argmax())
+        raise UserError(f"sequence {i} has length {lengths_entry(values, i)}; that is no token count")
+    return values.astype(np.int64)
+
+
+def lengths_entry(values: npt.NDArray[Any], i: int) -> str:
+    """Entry `i` as a person wrote it."""
+    value = values[i].item() if hasattr(values[i], "item") else values[i]
+    return repr(value)
+
+
+def make_problem(
+    lengths: Sequence[int] | npt.ArrayLike,
+    *,
+    hdp_size: int,
+    tokens_per_rank: int,
+    cost: CostModel,
+    context: int | None = None,
+    pp_size: int = 1,
+    offload: Offload = "off",
+    seed: int = 0,
+    rank_speed: Sequence[float] | npt.ArrayLike | None = None,
+) -> Problem:
+    """Check the input of a strategy.
+
+    Raises:
+        UserError: one line that names what is wrong, and for a sequence that does not fit the ways out.
+    """
+    values = check_lengths(lengths)
+    for name, number in (("hdp_size", hdp_size), ("tokens_per_rank", tokens_per_rank), ("pp_size", pp_size)):
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
+            raise UserError(f"{name} is {number}; it must be an integer of at least 1")
+    if pp_size > cost.num_layers:
+        raise UserError(f"pp_size is {pp_size}, but the model has {cost.num_layers} layers; every stage needs one")
+    problem = Problem(
+        lengths=values,
+        hdp_size=int(hdp_size),
+        tokens_per_rank=int(tokens_per_rank),
+        num_layers=-(-cost.num_layers // int(pp_size)),
+        cost=cost,
+        context=int(values.max()) if context is None else int(context),
+        pp_size=int(pp_size),
+        offload=_check_offload(offload),
+        rank_speed=_check_speed(rank_speed, int(hdp_size)),
+        seed=seed,
+    )
+    _check_fits(problem)
+    return problem
+
+
+def _check_offload(offload: Any) -> Offload:
+    if isinstance(offload, str):
+        if offload in ("auto", "off"):
+            return "auto" if offload == "auto" else "off"
+    elif isinstance(offload, int | float | np.floating) and not isinstance(offload, bool) and 0 <= offload <= 1:
+        return float(offload)
+    raise UserError(f"offload is {offload!r}; it is auto, off or a ratio in 0..1")
+
+
+def _check_speed(rank_speed: Any, hdp_size: int) -> FloatArray | None:
+    if rank_speed is None:
+        return None
+    speed = np.asarray(rank_speed, np.float64)
+    if speed.shape != (hdp_size,):
+        raise UserError(f"rank speeds have {speed.size} entries; hdp_size is {hdp_size}")
+    if not np.all(np.isfinite(speed) & (speed > 0)):
+        i = int(np.flatnonzero(~(np.isfinite(speed) & (speed > 0)))[0])
+        raise UserError(f"the speed of rank {i} is {speed[i]}; a speed is a positive number")
+    normalised: FloatArray = speed / speed.mean()
+    return normalised
+
+
+def _check_fits(problem: Problem) -> None:
+    capacity = problem.largest_capacity
+    longest = int(problem.lengths.max())
+    if longest > capacity * problem.hdp_size:
+        raise too_long(problem, int(problem.lengths.argmax()), capacity, problem.hdp_size)
+
+
+def too_long(problem: Problem, sequence: int, capacity: int, num_ranks: int) -> UserError:
+    """The refusal of a sequence that `num_ranks` ranks of `capacity` tokens cannot hold."""
+    length = int(problem.lengths[sequence])
+    needed = -(-length // capacity)
+    way_out = "use more ranks" if problem.offload == "auto" else "use more ranks or allow offload"
+    return UserError(
+        f"sequence {sequence} has {length} tokens and needs {needed} ranks of {capacity} tokens; "
+        f"{num_ranks} exist and hold {num_ranks * capacity}: raise tokens_per_rank, or {way_out}"
+    )

@@ -1,0 +1,55 @@
+"""`static`: one context-parallel degree for all, as Megatron-LM and MegaScale train.
+
+The degree D is the least divisor of hdp_size whose ranks together hold the context, so hdp_size / D data-parallel
+groups stand beside each other. Sequences are packed next-fit in arrival order into packs of what D ranks hold; every
+sequence of a pack is cut over all D ranks. Packs go round the groups, so group sizes differ by at most one pack.
+
+Memory counts the real pieces: the last index of a zig-zag always holds ceil(s / D) tokens, so a pack is full when the
+sum of those would exceed C. Every gang is one aligned block of ranks: no cycle can arise, with or without a pipeline.
+"""
+
+import numpy as np
+
+from bytescale.errors import UserError
+from bytescale.plan import StepPlan
+from bytescale.planner.assemble import plan_of_groups, spread
+from bytescale.planner.pack import next_fit
+from bytescale.planner.problem import Problem
+
+
+def static_degree(problem: Problem) -> int:
+    """Least divisor of hdp_size whose ranks hold the context.
+
+    Raises:
+        UserError: a sequence is longer than the context, or all ranks together do not hold it.
+    """
+    longest = int(problem.lengths.max())
+    if longest > problem.context:
+        i = int(problem.lengths.argmax())
+        raise UserError(f"sequence {i} has {longest} tokens; the context is {problem.context}: raise --context")
+    capacity, ranks = problem.fixed_capacity, problem.hdp_size
+    fitting = [d for d in range(1, ranks + 1) if ranks % d == 0 and d * capacity >= problem.context]
+    if not fitting:
+        raise UserError(
+            f"static needs {-(-problem.context // capacity)} ranks of {capacity} tokens for a context of "
+            f"{problem.context} tokens; {ranks} exist: raise tokens_per_rank, or use more ranks or offload"
+        )
+    return fitting[0]
+
+
+def plan_static(problem: Problem) -> StepPlan:
+    """Place every sequence at the one degree."""
+    degree = static_degree(problem)
+    num_groups = problem.hdp_size // degree
+    pack = next_fit(-(-problem.lengths // degree), problem.fixed_capacity)
+    degrees = np.full(len(problem.lengths), degree, dtype=np.int64)
+    item, index = spread(degrees)
+    return plan_of_groups(
+        problem,
+        "static",
+        sequence=np.arange(len(problem.lengths)),
+        degree=degrees,
+        ranks=pack[item] % num_groups * degree + index,
+        micro_batches=pack[item] // num_groups,
+        offload_ratio=problem.fixed_ratio,
+    )
