@@ -1,0 +1,194 @@
+import fcntl
+import multiprocessing as mp
+import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bytescale.config import DataConfig
+from bytescale.data import cache
+from bytescale.data.cache import cache_key, default_cache_dir, open_corpus
+from bytescale.data.sources import TextSource, open_source
+from bytescale.data.tokenizers import ByteTokenizer
+from bytescale.errors import UserError
+from tests.data.corpora import write_jsonl, write_tree
+
+
+class LoggingTokenizer(ByteTokenizer):
+    """Leaves one file in `log` for every batch encoded."""
+
+    log: Path
+
+    def encode(self, texts: Sequence[str]) -> tuple[Any, Any]:
+        (self.log / f"{os.getpid()}-{time.monotonic_ns()}").touch()
+        time.sleep(0.2)
+        return super().encode(texts)
+
+
+class WideTokenizer(ByteTokenizer):
+    """Bytes, but with ids that need more than 16 bits."""
+
+    def encode(self, texts: Sequence[str]) -> tuple[Any, Any]:
+        tokens, lengths = super().encode(texts)
+        return tokens.astype(np.uint32) + 70_000, lengths
+
+
+def tree(root: Path) -> TextSource:
+    write_tree(root, {"a.txt": "one", "b.txt": "", "c.txt": "three é"})
+    return open_source(DataConfig(source="text-tree", path=str(root)))
+
+
+def entries(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.suffix != ".lock")
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    source = tree(tmp_path / "text")
+    for _ in range(2):
+        corpus = open_corpus(source, ByteTokenizer(), str(tmp_path / "cache"))
+        assert corpus.offsets.tolist() == [0, 4, 5, 14]
+        assert corpus.tokens.tolist() == [*b"one", 256, 256, *"three é".encode(), 256]
+        assert corpus.tokens.dtype == np.uint16
+        assert isinstance(corpus.tokens, np.memmap)
+    assert entries(tmp_path / "cache") == [cache_key(source, ByteTokenizer())]
+
+
+def test_wide_ids(tmp_path: Path) -> None:
+    tokenizer = WideTokenizer(vocab_size=70_257, fingerprint="wide")
+    corpus = open_corpus(tree(tmp_path / "text"), tokenizer, str(tmp_path / "cache"))
+    assert corpus.tokens.dtype == np.uint32
+    assert corpus.tokens[3] == 70_256
+
+
+def test_streaming_does_not_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"text": "x" * (i * 37 % 101)} for i in range(200)]
+    source = open_source(DataConfig(source="jsonl", path=str(write_jsonl(tmp_path / "x.jsonl", records))))
+    whole = open_corpus(source, ByteTokenizer(), str(tmp_path / "whole"))
+    monkeypatch.setattr(cache, "BATCH_CHARACTERS", 150)
+    monkeypatch.setattr(cache, "BATCH_DOCUMENTS", 7)
+    streamed = open_corpus(source, ByteTokenizer(), str(tmp_path / "streamed"))
+    np.testing.assert_array_equal(whole.tokens, streamed.tokens)
+    np.testing.assert_array_equal(whole.offsets, streamed.offsets)
+
+
+def test_key_is_the_content(tmp_path: Path) -> None:
+    source = tree(tmp_path / "text")
+    key = cache_key(source, ByteTokenizer())
+    shutil.copytree(tmp_path / "text", tmp_path / "moved")
+    moved = open_source(DataConfig(source="text-tree", path=str(tmp_path / "moved")))
+    assert cache_key(moved, ByteTokenizer()) == key
+    assert cache_key(source, ByteTokenizer(fingerprint="other")) != key
+    write_tree(tmp_path / "text", {"a.txt": "onE"})
+    assert cache_key(source, ByteTokenizer()) != key
+    before = open_corpus(moved, ByteTokenizer(), str(tmp_path / "cache"))
+    after = open_corpus(source, ByteTokenizer(), str(tmp_path / "cache"))
+    assert (before.tokens[2], after.tokens[2]) == (ord("e"), ord("E"))
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "meta.json"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
+def test_damaged_entry_is_rebuilt(tmp_path: Path, name: str, damage: str) -> None:
+    source = tree(tmp_path / "text")
+    directory = tmp_path / "cache"
+    expected = np.array(open_corpus(source, ByteTokenizer(), str(directory)).tokens)
+    victim = directory / cache_key(source, ByteTokenizer()) / name
+    if damage == "gone":
+        victim.unlink()
+    else:
+        os.truncate(victim, victim.stat().st_size - 3 if damage == "cut" else 0)
+    np.testing.assert_array_equal(open_corpus(source, ByteTokenizer(), str(directory)).tokens, expected)
+    assert victim.stat().st_size > 0
+    assert len(entries(directory)) == 1
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    write_tree(tmp_path / "text", {"a.txt": "fine", "b.txt": b"\xff"})
+    source = open_source(DataConfig(source="text-tree", path=str(tmp_path / "text")))
+    with pytest.raises(UserError, match=r"b\.txt is not UTF-8"):
+        open_corpus(source, ByteTokenizer(), str(tmp_path / "cache"))
+    assert entries(tmp_path / "cache") == []
+
+
+def test_leftovers_of_a_dead_builder_are_removed(tmp_path: Path) -> None:
+    source = tree(tmp_path / "text")
+    key = cache_key(source, ByteTokenizer())
+    write_tree(tmp_path / "cache", {f".{key}.dead.tmp/tokens.npy": "half", ".another.live.tmp/tokens.npy": "half"})
+    open_corpus(source, ByteTokenizer(), str(tmp_path / "cache"))
+    assert entries(tmp_path / "cache") == [".another.live.tmp", key]
+
+
+def test_source_without_documents(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("\n\n")
+    source = open_source(DataConfig(source="jsonl", path=str(tmp_path / "x.jsonl")))
+    with pytest.raises(UserError, match=r'"jsonl" is empty: no document in its 1 files'):
+        open_corpus(source, ByteTokenizer(), str(tmp_path / "cache"))
+
+
+def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot keep tokenised data in .*file/cache.*set data\.cache_dir") as caught:
+        open_corpus(tree(tmp_path / "text"), ByteTokenizer(), str(tmp_path / "file" / "cache"))
+    assert "\n" not in str(caught.value)
+
+
+def test_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_cache_dir() == Path("/somewhere/bytescale")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_cache_dir() == Path("/home/me/.cache/bytescale")
+
+
+def _open_in_process(root: Path, log: Path, queue: Any) -> None:
+    tokenizer = LoggingTokenizer()
+    object.__setattr__(tokenizer, "log", log)
+    source = open_source(DataConfig(source="text-tree", path=str(root / "text")))
+    queue.put(open_corpus(source, tokenizer, str(root / "cache")).tokens.tolist())
+
+
+def test_processes_share_one_build(tmp_path: Path) -> None:
+    source = tree(tmp_path / "text")
+    log = tmp_path / "log"
+    log.mkdir()
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=_open_in_process, args=(tmp_path, log, queue)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    results = [queue.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    expected = open_corpus(source, ByteTokenizer(), str(tmp_path / "cache")).tokens.tolist()
+    assert results == [expected] * 4
+    assert len(list(log.iterdir())) == 1
+
+
+def _hold_lock(path: Path, locked: Any) -> None:
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        locked.set()
+        time.sleep(60)
+
+
+def test_wait_is_told_and_a_dead_builder_frees_the_lock(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = tree(tmp_path / "text")
+    directory = tmp_path / "cache"
+    directory.mkdir()
+    context = mp.get_context("spawn")
+    locked = context.Event()
+    holder = context.Process(
+        target=_hold_lock, args=(directory / f"{cache_key(source, ByteTokenizer())}.lock", locked), daemon=True
+    )
+    holder.start()
+    assert locked.wait(60)
+    threading.Timer(0.5, holder.kill).start()
+    corpus = open_corpus(source, ByteTokenizer(), str(directory), notify_after_s=0.1)
+    holder.join(60)
+    assert corpus.num_documents == 3
+    assert capfd.readouterr().err.count("waiting for another process to tokenise the data") == 1

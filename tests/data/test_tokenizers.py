@@ -1,0 +1,113 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytescale.config import DataConfig
+from bytescale.data import check_vocab, load_tokenizer
+from bytescale.data.tokenizers import ByteTokenizer
+from bytescale.errors import UserError
+from tests.data.corpora import write_tokenizer
+
+
+def config(tokenizer: Path | str, end_token: str | None = None) -> DataConfig:
+    return DataConfig(source="python-stdlib", tokenizer=str(tokenizer), end_token=end_token)
+
+
+@given(st.lists(st.text(), max_size=8))
+def test_bytes_round_trip(texts: list[str]) -> None:
+    tokens, lengths = ByteTokenizer().encode(texts)
+    assert lengths.sum() == len(tokens)
+    documents = np.split(tokens, np.cumsum(lengths)[:-1]) if texts else []
+    assert [bytes(d[:-1].astype(np.uint8)).decode() for d in documents] == texts
+    assert all(d[-1] == 256 and (d[:-1] < 256).all() for d in documents)
+
+
+def test_byte_ids() -> None:
+    tokenizer = load_tokenizer(config("byte"))
+    tokens, lengths = tokenizer.encode([" é\n", "", "\0"])
+    assert tokens.tolist() == [32, 0xC3, 0xA9, 10, 256, 256, 0, 256]
+    assert lengths.tolist() == [5, 1, 2]
+    assert (tokenizer.vocab_size, tokenizer.end_id) == (257, 256)
+    with pytest.raises(UserError, match="end_token does not apply"):
+        load_tokenizer(config("byte", end_token="</s>"))
+
+
+def test_vocabulary_of_the_model() -> None:
+    check_vocab(ByteTokenizer(), 257)
+    check_vocab(ByteTokenizer(), 50_000)
+    with pytest.raises(UserError, match=r"byte does not match the model: its ids reach 256, .* vocab_size 256"):
+        check_vocab(ByteTokenizer(), 256)
+
+
+def test_tokenizer_file(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer = load_tokenizer(config(write_tokenizer(tmp_path / "tokenizer.json")))
+    texts = [" the cat sat\n\n on ", "", "é漢\U0001f600", "the mat " * 40]
+    tokens, lengths = tokenizer.encode(texts)
+    assert lengths.sum() == len(tokens)
+    assert int(tokens.max()) < tokenizer.vocab_size <= 300
+    documents = np.split(tokens, np.cumsum(lengths)[:-1])
+    assert [d[-1] for d in documents] == [tokenizer.end_id] * 4
+    decode = tokenizer.library.decode
+    # Neither padded nor truncated, though the file asks for both, and nothing stripped.
+    assert [decode(d[:-1].tolist()) for d in documents] == texts
+    assert lengths[1] == 1
+    # A directory that holds the file is as good.
+    assert load_tokenizer(config(tmp_path)).fingerprint == tokenizer.fingerprint
+
+
+def test_empty_batch(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    for tokenizer in (ByteTokenizer(), load_tokenizer(config(write_tokenizer(tmp_path / "tokenizer.json")))):
+        tokens, lengths = tokenizer.encode([])
+        assert (len(tokens), len(lengths)) == (0, 0)
+
+
+def test_end_token_is_found(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = write_tokenizer(tmp_path / "tokenizer.json", ["<pad>", "<|im_end|>", "<eos>", "stop"])
+    ids = {name: i for i, name in enumerate(["<pad>", "<|im_end|>", "<eos>", "stop"])}
+    assert load_tokenizer(config(path)).end_id == ids["<eos>"]
+    settings = tmp_path / "tokenizer_config.json"
+    for stated in ("stop", {"content": "stop"}):
+        settings.write_text(json.dumps({"eos_token": stated}))
+        assert load_tokenizer(config(path)).end_id == ids["stop"]
+    settings.write_text(json.dumps({"eos_token": None}))
+    assert load_tokenizer(config(path)).end_id == ids["<eos>"]
+    chosen = load_tokenizer(config(path, end_token="<pad>"))
+    assert chosen.end_id == ids["<pad>"]
+    assert chosen.fingerprint != load_tokenizer(config(path)).fingerprint
+
+
+def test_end_token_is_missing(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = write_tokenizer(tmp_path / "tokenizer.json", ["<pad>"])
+    with pytest.raises(UserError, match=r"none of the end tokens .*set data\.end_token"):
+        load_tokenizer(config(path))
+    with pytest.raises(UserError, match=r'data\.end_token = "</s>" is not in the vocabulary'):
+        load_tokenizer(config(path, end_token="</s>"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(UserError, match=r'says eos_token "</s>", which the vocabulary lacks'):
+        load_tokenizer(config(path))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"cannot read .*tokenizer_config\.json"):
+        load_tokenizer(config(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b'{"model": {"type": "Nope"}}', b"[]"])
+def test_broken_tokenizer_file(tmp_path: Path, content: bytes) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a valid tokenizer\.json") as caught:
+        load_tokenizer(config(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_tokenizer_file(tmp_path: Path) -> None:
+    for name in ("bpe", tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(UserError, match="is neither"):
+            load_tokenizer(config(name))
