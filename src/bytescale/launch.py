@@ -9,11 +9,13 @@ Child: `report_to_launcher` leaves kind, message and traceback in the error file
 ranks with one complaint print it once. A rank that merely lost a peer waits a moment before it ends, for the cause to
 be seen first. Children die with the parent, also when that is killed.
 
-Environment variables are those of torchrun; OMP_NUM_THREADS is set for the children unless the user did.
+Environment variables are those of torchrun, and OMP_NUM_THREADS for the children: cores divided by ranks unless the
+user says otherwise.
 """
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -127,8 +129,12 @@ def is_launched_rank() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID_PREFIX)
 
 
-def die_with_launcher() -> None:
-    """Have the kernel end this rank when its launcher ends in any way, kill -9 included. Linux only, else nothing."""
+def prepare_launched_rank() -> None:
+    """First act of a rank below `launch`: show stacks on a crash, end when the launcher ends, kill -9 included.
+
+    The second needs Linux; elsewhere only a launcher that is itself killed leaves ranks behind.
+    """
+    faulthandler.enable()
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -203,7 +209,10 @@ def _children_environment(nproc: int, compute_threads: int | None) -> Iterator[N
     before = dict(os.environ)
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(compute_threads or max(1, cores // nproc)))
+    if compute_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(compute_threads)
+    else:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ import click
 from bytescale.config import Config
 from bytescale.configfile import load_config, parse_overrides
 from bytescale.errors import UserError
-from bytescale.launch import describe, is_launched_rank, launch
+from bytescale.launch import describe, is_launched_rank, launch, prepare_launched_rank
 
 
 @click.command(
@@ -35,6 +35,7 @@ def train(nproc: int | None, arguments: tuple[str, ...]) -> int:
         raise UserError(f"one configuration file is needed, {len(rest)} are given" + "".join(f" {w}" for w in rest[:3]))
     config = load_config(Path(rest[0]), overrides)
     if is_launched_rank():
+        prepare_launched_rank()
         _trainer().run(config)
         return _finish(config)
     world_size = _world_size(nproc)

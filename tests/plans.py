@@ -1,0 +1,71 @@
+"""Plans for tests: a readable way to write one down, and random valid ones."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from bytescale.layout import piece_tokens
+from bytescale.plan import StepPlan, step_plan
+
+
+def plan_of(
+    lengths: Sequence[int], ranks: Sequence[Sequence[Sequence[int]]], *, pp_size: int = 1, tokens_per_rank: int = 10**6
+) -> StepPlan:
+    """The plan in which `ranks[r][m]` lists the sequences of micro-batch m of rank r; indices follow the ranks."""
+    rows = [(s, r, m) for r, mbs in enumerate(ranks) for m, members in enumerate(mbs) for s in members]
+    degree = {s: sum(1 for row in rows if row[0] == s) for s in range(len(lengths))}
+    seen: dict[int, int] = {}
+    index = [seen.update({s: seen.get(s, -1) + 1}) or seen[s] for s, _, _ in rows]
+    return step_plan(
+        strategy="by-hand",
+        hdp_size=len(ranks),
+        tokens_per_rank=tokens_per_rank,
+        num_layers=4,
+        lengths=lengths,
+        sequence=[s for s, _, _ in rows],
+        rank=[r for _, r, _ in rows],
+        micro_batch=[m for _, _, m in rows],
+        tokens=[piece_tokens(lengths[s], degree[s], k) for (s, _, _), k in zip(rows, index, strict=True)],
+        cp_degree=[degree[s] for s, _, _ in rows],
+        cp_index=index,
+        pp_size=pp_size,
+    )
+
+
+def columns_of(plan: StepPlan) -> dict[str, list[float]]:
+    """The columns of `plan`, to be changed and handed to `rebuilt`."""
+    names = ("sequence", "rank", "micro_batch", "tokens", "offload_ratio", "cp_degree", "cp_index")
+    return {name: getattr(plan.pieces, name).tolist() for name in names}
+
+
+def rebuilt(plan: StepPlan, columns: Mapping[str, list[float]], **scalars: object) -> StepPlan:
+    """`plan` with other columns and scalars."""
+    values: dict[str, object] = {
+        "strategy": plan.strategy,
+        "hdp_size": plan.hdp_size,
+        "pp_size": plan.pp_size,
+        "tokens_per_rank": plan.tokens_per_rank,
+        "num_layers": plan.num_layers,
+        "lengths": plan.lengths,
+    }
+    return step_plan(**(values | scalars | dict(columns)))
+
+
+@st.composite
+def valid_plans(draw: st.DrawFn, max_ranks: int = 6, max_sequences: int = 12, pp_size: int = 1) -> StepPlan:
+    """A legal plan: waves of gangs, each on its own ranks, with sequences of several degrees inside."""
+    hdp_size = draw(st.integers(1, max_ranks))
+    num_sequences = draw(st.integers(1, max_sequences))
+    lengths = draw(st.lists(st.integers(1, 200), min_size=num_sequences, max_size=num_sequences))
+    ranks: list[list[list[int]]] = [[] for _ in range(hdp_size)]
+    order = np.array(draw(st.permutations(range(num_sequences))))
+    for members in np.array_split(order, draw(st.integers(1, num_sequences))):
+        used = draw(st.permutations(range(hdp_size)))[: draw(st.integers(1, hdp_size))]
+        fresh: dict[int, list[int]] = {}
+        for sequence in sorted(int(s) for s in members):
+            for rank in used[: draw(st.integers(1, len(used)))]:
+                fresh.setdefault(rank, []).append(sequence)
+        for rank, batch in fresh.items():
+            ranks[rank].append(batch)
+    return plan_of(lengths, ranks, pp_size=pp_size)
