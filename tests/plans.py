@@ -69,3 +69,23 @@ def valid_plans(draw: st.DrawFn, max_ranks: int = 6, max_sequences: int = 12, pp
         for rank, batch in fresh.items():
             ranks[rank].append(batch)
     return plan_of(lengths, ranks, pp_size=pp_size)
+
+
+def placed(
+    lengths: Sequence[int], placement: Sequence[Sequence[tuple[int, int]]], hdp_size: int, *, num_layers: int = 2
+) -> StepPlan:
+    """The plan in which sequence i lies on the (rank, micro_batch) pairs of `placement[i]`, in order of cp_index."""
+    rows = [
+        (i, rank, micro_batch, len(pairs), k, piece_tokens(lengths[i], len(pairs), k))
+        for i, pairs in enumerate(placement)
+        for k, (rank, micro_batch) in enumerate(pairs)
+    ]
+    names = ("sequence", "rank", "micro_batch", "cp_degree", "cp_index", "tokens")
+    return step_plan(
+        strategy="by-hand",
+        hdp_size=hdp_size,
+        tokens_per_rank=10**6,
+        num_layers=num_layers,
+        lengths=lengths,
+        **{name: [row[j] for row in rows] for j, name in enumerate(names)},
+    )

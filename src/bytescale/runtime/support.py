@@ -1,0 +1,134 @@
+"""What a model may ask for: everything else is refused by name at start, never ignored.
+
+`check_config` reads the configuration and names the feature; `probe` then runs the built model on a few tokens against
+Hugging Face's own eager attention and head, which finds what no list of names knows. Cost of the probe: three forward
+passes of eight tokens.
+"""
+
+from typing import Any
+
+import torch
+
+from bytescale.errors import UserError
+from bytescale.runtime.rings import local_layout
+
+POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary types whose angles depend on the longest position present; a piece would get the wrong ones."""
+
+PROBE_TOLERANCE = 1e-3
+"""Relative difference in fp32 above which eager and our attention do not compute the same."""
+
+
+def _refuse(model_type: str, feature: str, way_out: str) -> None:
+    raise UserError(f"model {model_type!r} asks for {feature}, which is not supported yet; {way_out}")
+
+
+def check_config(config: Any, max_context: int) -> None:
+    """Refuse what attention or head would have to ignore.
+
+    Args:
+        config: a Hugging Face decoder configuration.
+        max_context: longest sequence; a sliding window of at least that many tokens counts as absent.
+
+    Raises:
+        UserError: names the feature and the nearest fix.
+    """
+    name = config.model_type
+
+    def value(key: str) -> Any:
+        return getattr(config, key, None)
+
+    if value("is_encoder_decoder"):
+        _refuse(name, "an encoder", "choose a decoder-only model")
+    _check_layers(config, max_context)
+    if value("attn_logit_softcapping"):
+        _refuse(name, "softcapped attention (attn_logit_softcapping)", "set it to null to train without")
+    if value("attention_dropout"):
+        _refuse(name, f"attention dropout {value('attention_dropout')}", "set attention_dropout = 0")
+    rope = value("rope_parameters") or value("rope_scaling") or {}
+    for section in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        kind = section.get("rope_type", section.get("type"))
+        if kind in POSITION_DEPENDENT_ROPE:
+            _refuse(name, f"rotary type {kind!r}", "use default, linear, yarn or llama3")
+    if value("final_logit_softcapping"):
+        _refuse(name, "softcapped logits (final_logit_softcapping)", "set it to null to train without")
+    for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
+        if value(key) not in (None, 1, 1.0):
+            _refuse(name, f"scaled logits ({key} = {value(key)})", f"set {key} = 1")
+    if value("output_router_logits"):
+        _refuse(name, "a router loss (output_router_logits)", "set output_router_logits = false to train without")
+    limit = value("max_position_embeddings")
+    if limit is not None and limit < max_context:
+        raise UserError(
+            f"model {name!r} has max_position_embeddings = {limit}, below data.max_context = {max_context}; "
+            "lower max_context or raise max_position_embeddings"
+        )
+
+
+def _check_layers(config: Any, max_context: int) -> None:
+    window = getattr(config, "sliding_window", None)
+    default = ["sliding_attention"] if window and getattr(config, "use_sliding_window", True) else ["full_attention"]
+    kinds = set(getattr(config, "layer_types", None) or default)
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        _refuse(config.model_type, f"{', '.join(sorted(other))} layers", "choose a model with full attention")
+    if "sliding_attention" in kinds and window and window < max_context:
+        _refuse(
+            config.model_type,
+            f"a sliding window of {window} tokens (sliding_window), below data.max_context = {max_context}",
+            f"lower max_context to {window} or set sliding_window to at least {max_context}",
+        )
+
+
+def check_attention_call(query_BHTD: torch.Tensor, value_BGTD: torch.Tensor, options: dict[str, Any]) -> None:
+    """Refuse arguments of one attention call that change its result, whatever the configuration said."""
+    for key in ("softcap", "s_aux", "position_bias", "sinks"):
+        if options.get(key) is not None:
+            raise UserError(f"the model passes {key!r} to attention, which is not supported yet")
+    if options.get("dropout"):
+        raise UserError(f"attention dropout {options['dropout']} is not supported yet; set attention_dropout = 0")
+    if query_BHTD.shape[-1] != value_BGTD.shape[-1]:
+        raise UserError(
+            f"attention with query heads of {query_BHTD.shape[-1]} and value heads of {value_BGTD.shape[-1]} elements "
+            "is not supported yet"
+        )
+
+
+@torch.no_grad()
+def probe(decoder: Any, context_of: Any) -> None:
+    """Compare the built model with what Hugging Face computes for it, on eight tokens.
+
+    Args:
+        decoder: the fp32 model, registered attention active, before sharding.
+        context_of: makes the attention context of a layout.
+
+    Raises:
+        UserError: attention or head do something that would be ignored.
+    """
+    num_tokens = 8
+    input_ids = torch.arange(num_tokens, device=decoder.device)[None] % decoder.config.vocab_size
+    position_ids = torch.arange(num_tokens, device=decoder.device)[None]
+    was_training = decoder.training
+    decoder.eval()
+    ours = decoder.base_model(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, pieces=context_of(local_layout([num_tokens]))
+    ).last_hidden_state
+    decoder.set_attn_implementation("eager")
+    reference = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, output_hidden_states=True)
+    decoder.set_attn_implementation("bytescale")
+    decoder.train(was_training)
+    hidden = reference.hidden_states[-1]
+    if not _close(ours, hidden):
+        raise UserError(
+            f"model {decoder.config.model_type!r} does something in its attention that is not supported yet: "
+            "its eager attention gives another result"
+        )
+    if not _close(torch.nn.functional.linear(hidden, decoder.get_output_embeddings().weight), reference.logits):
+        raise UserError(
+            f"model {decoder.config.model_type!r} does something in its head beyond a linear layer (bias, scaling or "
+            "softcapping), which is not supported yet"
+        )
+
+
+def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
+    scale = right.abs().max().clamp_min(1e-30)
+    return bool((left - right).abs().max() <= PROBE_TOLERANCE * scale)

@@ -1,0 +1,85 @@
+"""What a step reports: one line of `metrics.jsonl`, and what the closing table adds up.
+
+Every rank contributes a row of numbers; rank 0 combines them. Names are fixed by contract; units are in them. `tokens`
+are targets, `tokens_per_s` counts input tokens, `imbalance` is measured compute, waiting excluded, maximum over mean.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from bytescale.data import StepData
+from bytescale.train.step import StepResult
+from bytescale.train.world import World
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    sequences: int
+    step_time_s: float
+    tokens_per_s: float
+    num_micro_batches_min: int
+    num_micro_batches_max: int
+    imbalance: float
+    cp_degree_max: int
+    comm_bytes: int
+    peak_memory_bytes: int
+    plan_time_s: float
+    data_wait_s: float
+
+
+def gather_metrics(
+    world: World,
+    data: StepData,
+    result: StepResult,
+    *,
+    grad_norm: float,
+    lr: float,
+    step_time_s: float,
+    peak_memory_bytes: int,
+) -> StepMetrics:
+    """Combine the numbers of all ranks; a collective. Every rank gets the same line."""
+    own = [result.loss_sum, result.busy_s, float(result.bytes_sent), float(peak_memory_bytes), data.data_wait_s]
+    loss_sum, busy_s, bytes_sent, peak, data_wait_s = world.all_gather_numbers(own).T
+    counts = data.plan.num_micro_batches()
+    return StepMetrics(
+        step=data.step,
+        loss=float(loss_sum.sum()) / data.batch.total_targets,
+        grad_norm=grad_norm,
+        lr=lr,
+        tokens=data.batch.total_targets,
+        sequences=len(data.batch),
+        step_time_s=step_time_s,
+        tokens_per_s=data.batch.num_tokens / step_time_s,
+        num_micro_batches_min=int(counts.min()),
+        num_micro_batches_max=int(counts.max()),
+        imbalance=float(busy_s.max() / busy_s.mean()),
+        cp_degree_max=int(data.plan.sequence_degrees().max()),
+        comm_bytes=int(bytes_sent.sum()),
+        peak_memory_bytes=int(peak.max()),
+        plan_time_s=data.plan_time_s,
+        data_wait_s=float(data_wait_s.max()),
+    )
+
+
+class MetricsFile:
+    """`metrics.jsonl`, flushed line by line so that a killed run keeps what it reached."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,133 @@
+"""One training step of one rank: gather, compute, reduce.
+
+The compute phase runs this rank's micro-batches, as many as the plan gives it, none included; nothing but attention's
+P2P happens there. Losses are sums over targets; `reduce` divides by the targets of the global batch once.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from bytescale.data import StepData, TokenMicroBatch
+from bytescale.errors import CommunicationError
+from bytescale.plan import StepPlan
+from bytescale.runtime.attention import AttentionContext
+from bytescale.runtime.comm import collective
+from bytescale.runtime.kernels import AttentionKernel
+from bytescale.runtime.model import LossModel
+from bytescale.runtime.rings import attention_layouts, local_layout
+from bytescale.runtime.states import gather, reduce
+from bytescale.trace import Span
+from bytescale.train.world import World
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one rank did in one step.
+
+    Attributes:
+        loss_sum: loss summed over this rank's targets.
+        busy_s: compute phase without waiting for other ranks.
+        wait_s: time in the compute phase that receives were waited for.
+        bytes_sent: by attention.
+        spans: timeline, seconds as `time.perf_counter` counts them.
+    """
+
+    loss_sum: float
+    busy_s: float
+    wait_s: float
+    bytes_sent: int
+    spans: tuple[Span, ...]
+
+
+class _Timeline:
+    """Spans of this rank, one after the other."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.spans: list[Span] = []
+        self.mark_s = time.perf_counter()
+
+    def lap(self, name: str, category: str) -> float:
+        """Close a span that began where the last one ended; returns its seconds."""
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+        begin_s, self.mark_s = self.mark_s, time.perf_counter()
+        self.spans.append(Span(name, category, begin_s, self.mark_s - begin_s, self.world.rank))
+        return self.mark_s - begin_s
+
+
+def run_step(model: LossModel, kernel: AttentionKernel, world: World, data: StepData) -> StepResult:
+    """Forward and backward of one global batch; afterwards gradients are reduced shards of the target mean.
+
+    A collective: every rank calls it for every step, with or without work.
+
+    Raises:
+        CommunicationError: a peer is gone, late, or has another plan.
+    """
+    comm = world.comm
+    comm.reset_counters()
+    timeline = _Timeline(world)
+    with collective(world.rank, f"step {data.step}: gathering the parameters"):
+        check_same_plan(world, data)
+        gather(model)
+    timeline.lap("gather", "gather")
+    contexts = [AttentionContext(layout, kernel, comm) for layout in attention_layouts(data.plan, world.rank)]
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    begin_s = time.perf_counter()
+    for number, (micro_batch, context) in enumerate(zip(data.micro_batches, contexts, strict=True)):
+        if context.layout.num_tokens == 0:
+            continue
+        loss = model(*_to_device(micro_batch, world.device), context)
+        timeline.lap(f"forward {number}", "forward")
+        loss.backward()
+        timeline.lap(f"backward {number}", "backward")
+        loss_sum += loss.detach()
+    busy_s = time.perf_counter() - begin_s
+    comm.drain()
+    timeline.lap("drain", "wait")
+    with collective(world.rank, f"step {data.step}: reducing the gradients"):
+        reduce(model, AttentionContext(local_layout([1]), kernel, comm), data.batch.total_targets)
+    timeline.lap("reduce", "reduce")
+    waits = [
+        Span(f"wait {w.what}", "wait", w.begin_s, w.duration_s, world.rank, track="kv wait") for w in comm.waits()
+    ]
+    wait_s = sum(w.duration_s for w in waits)
+    return StepResult(float(loss_sum), busy_s - wait_s, wait_s, comm.bytes_sent, (*timeline.spans, *waits))
+
+
+def _to_device(micro_batch: TokenMicroBatch, device: torch.device) -> Sequence[torch.Tensor]:
+    columns = (micro_batch.input_ids, micro_batch.labels, micro_batch.position_ids)
+    return [torch.from_numpy(column).to(device, non_blocking=True) for column in columns]
+
+
+def check_same_plan(world: World, data: StepData) -> None:
+    """Prove that all ranks are about to run the same plan; a collective of one number.
+
+    Raises:
+        CommunicationError: names a rank with another plan. Running on would hang or mix up sequences.
+    """
+    digest = plan_digest(data.plan)
+    digests = torch.empty(world.size, dtype=torch.int64, device=world.device)
+    own = torch.tensor([digest], dtype=torch.int64, device=world.device)
+    dist.all_gather_into_tensor(digests, own, group=world.group)
+    for rank, other in enumerate(digests.tolist()):
+        if other != digests[0]:
+            raise CommunicationError(
+                f"rank {world.rank}: step {data.step}: rank {rank} made another plan than rank 0; the ranks must see "
+                "the same data, configuration and version"
+            )
+
+
+def plan_digest(plan: StepPlan) -> int:
+    """A 63-bit fingerprint of everything in a plan that decides what is sent to whom."""
+    pieces = plan.pieces
+    hasher = hashlib.blake2b(plan.hdp_size.to_bytes(8, "little"), digest_size=8)
+    for column in (plan.lengths, pieces.sequence, pieces.rank, pieces.micro_batch, pieces.cp_degree, pieces.cp_index):
+        if column is not None:
+            hasher.update(column)
+    return int.from_bytes(hasher.digest(), "little") >> 1
