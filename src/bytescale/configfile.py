@@ -198,10 +198,8 @@ def _build(cls: Any, section: str, table: dict[str, Any]) -> Any:
     for field in dataclasses.fields(cls):
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and field.name not in values:
-            literal = [c for c in get_args(hints[field.name]) if isinstance(c, str)]
-            raise UserError(
-                f"{section}.{field.name} is missing" + (f"; choose {', '.join(literal)}" if literal else "")
-            )
+            words = [word for word in get_args(hints[field.name]) if isinstance(word, str)]
+            raise UserError(f"{section}.{field.name} is missing" + f"; choose one of {', '.join(words)}" * bool(words))
     return cls(**values)
 
 

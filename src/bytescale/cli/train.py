@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from bytescale.config import Config
 from bytescale.configfile import load_config, parse_overrides
 from bytescale.errors import UserError
 from bytescale.launch import describe, is_launched_rank, launch, prepare_launched_rank
+from bytescale.report import read_summary, summary_table, write_report
 
 
 @click.command(
@@ -98,4 +100,8 @@ def _trainer() -> Any:
 
 def _finish(config: Config) -> int:
     """On rank 0: print the closing table and write the report of the run."""
+    if os.environ.get("RANK", "0") == "0":
+        run_dir = Path(config.run.dir)
+        Console(highlight=False).print(summary_table(read_summary(run_dir / "summary.json")))
+        click.echo(f"report: {write_report(run_dir)}")
     return 0

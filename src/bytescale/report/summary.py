@@ -1,0 +1,130 @@
+"""The totals of a run: a frozen value, its JSON file, and the table printed at the end."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from bytescale.errors import UserError
+from bytescale.planfile import write_text_atomically
+from bytescale.report import units
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run did, all ranks and steps together.
+
+    Attributes:
+        steps: optimizer steps.
+        tokens: input tokens trained on.
+        sequences: sequences trained on.
+        loss_first: loss of the first step; None when no step ran.
+        loss_last: loss of the last step.
+        tokens_per_s: input tokens over the time of the steps.
+        num_micro_batches_min: least micro-batches of a rank in a step.
+        num_micro_batches_max: most of them.
+        sequences_by_degree: (cp_degree, number of sequences), ascending.
+        comm_bytes: bytes that attention sent between ranks, recomputation included.
+        comm_bytes_static: what `static` would have sent for the same batches; None when it was not computed.
+        wall_time_s: from the first step's start to the last step's end.
+        world_size: number of ranks.
+        num_skipped_steps: steps without a target.
+        num_split_sequences: sequences that came from cutting longer documents.
+        num_dropped_sequences: sequences dropped as too long.
+        num_empty_sequences: documents without a token, dropped.
+    """
+
+    steps: int
+    tokens: int
+    sequences: int
+    loss_first: float | None
+    loss_last: float | None
+    tokens_per_s: float
+    num_micro_batches_min: int
+    num_micro_batches_max: int
+    sequences_by_degree: tuple[tuple[int, int], ...]
+    comm_bytes: int
+    comm_bytes_static: int | None
+    wall_time_s: float
+    world_size: int = 1
+    num_skipped_steps: int = 0
+    num_split_sequences: int = 0
+    num_dropped_sequences: int = 0
+    num_empty_sequences: int = 0
+
+    @property
+    def share_degree_1(self) -> float:
+        """Share of the sequences that one rank served alone."""
+        total = sum(number for _, number in self.sequences_by_degree)
+        return dict(self.sequences_by_degree).get(1, 0) / total if total else 0.0
+
+
+def write_summary(summary: RunSummary, path: Path) -> None:
+    """Store `summary` as JSON, atomically."""
+    write_text_atomically(path, json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
+
+
+def read_summary(path: Path) -> RunSummary:
+    """Load what `write_summary` stored.
+
+    Raises:
+        UserError: the file cannot be read or is not a summary.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        value["sequences_by_degree"] = tuple((int(d), int(n)) for d, n in value["sequences_by_degree"])
+        return RunSummary(**value)
+    except OSError as error:
+        raise UserError(f"cannot read summary {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not the summary of a run: {error}") from None
+
+
+def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """The lines of the closing table, as (name, value)."""
+    rows = [
+        ("steps", f"{summary.steps:,}"),
+        ("tokens", f"{summary.tokens:,} in {summary.sequences:,} sequences"),
+        ("loss first / last", f"{_loss(summary.loss_first)} / {_loss(summary.loss_last)}"),
+        ("tokens/s", f"{units.count(summary.tokens_per_s)} on {summary.world_size} ranks"),
+        ("wall time", units.duration(summary.wall_time_s)),
+        ("micro-batches per rank", f"{summary.num_micro_batches_min} to {summary.num_micro_batches_max}"),
+        ("sequences of degree 1", f"{summary.share_degree_1:.1%}"),
+        ("attention traffic", units.size(summary.comm_bytes)),
+    ]
+    if summary.comm_bytes_static is not None:
+        rows.append(("static would have sent", _static(summary)))
+    for name, number in (
+        ("steps skipped, no target", summary.num_skipped_steps),
+        ("sequences from split documents", summary.num_split_sequences),
+        ("sequences dropped, too long", summary.num_dropped_sequences),
+        ("documents dropped, empty", summary.num_empty_sequences),
+    ):
+        if number:
+            rows.append((name, f"{number:,}"))
+    return rows
+
+
+def summary_table(summary: RunSummary) -> Table:
+    """The closing table for a terminal."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in summary_rows(summary):
+        table.add_row(name, value)
+    return table
+
+
+def _loss(value: Any) -> str:
+    return "none" if value is None else f"{value:.4f}"
+
+
+def _static(summary: RunSummary) -> str:
+    assert summary.comm_bytes_static is not None
+    text = units.size(summary.comm_bytes_static)
+    if summary.comm_bytes and summary.comm_bytes_static:
+        text += f", {units.significant(summary.comm_bytes_static / summary.comm_bytes)} times as much"
+    return text

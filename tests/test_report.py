@@ -1,0 +1,277 @@
+"""The report of a run, its charts, the closing table and the progress lines."""
+
+import io
+import json
+import math
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bytescale.errors import UserError
+from bytescale.report import (
+    Progress,
+    RunSummary,
+    StepLine,
+    progress_line,
+    read_summary,
+    summary_table,
+    units,
+    write_report,
+    write_summary,
+)
+from bytescale.report.run_report import read_metrics
+from bytescale.report.svg import MAX_POINTS, Series, bar_chart, line_chart, nice_ticks, thinned, timeline
+from bytescale.trace import Span, write_trace
+
+STEP = {
+    "step": 1,
+    "loss": 5.5,
+    "grad_norm": 1.25,
+    "lr": 1e-3,
+    "tokens": 4000,
+    "sequences": 12,
+    "step_time_s": 2.0,
+    "tokens_per_s": 2000.0,
+    "num_micro_batches_min": 0,
+    "num_micro_batches_max": 3,
+    "imbalance": 1.1,
+    "cp_degree_max": 4,
+    "comm_bytes": 10**6,
+    "peak_memory_bytes": 5 * 10**8,
+    "plan_time_s": 0.001,
+    "data_wait_s": 0.002,
+}
+SUMMARY = RunSummary(
+    steps=2,
+    tokens=8000,
+    sequences=24,
+    loss_first=5.5,
+    loss_last=4.25,
+    tokens_per_s=2000.0,
+    num_micro_batches_min=0,
+    num_micro_batches_max=3,
+    sequences_by_degree=((1, 18), (4, 6)),
+    comm_bytes=2**20,
+    comm_bytes_static=5 * 2**20,
+    wall_time_s=4.0,
+    world_size=4,
+    num_split_sequences=3,
+)
+
+
+def run_directory(path: Path, steps: int = 2) -> Path:
+    lines = [json.dumps(STEP | {"step": n, "loss": 5.5 - n / 4}) for n in range(1, steps + 1)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+class _Page(HTMLParser):
+    """Collects what a page contains and refuses tags that do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "rect", "line", "circle", "polyline"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("rect",):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    run_directory(tmp_path)
+    write_summary(SUMMARY, tmp_path / "summary.json")
+    (tmp_path / "config.toml").write_text('[run]\ndir = "<script>alert(1)</script>"\n')
+    spans = [Span("step 2", "step", 1.0, 2.0, 0), Span("</svg><b>", "forward", 1.5, 0.5, 3)]
+    write_trace(spans, tmp_path / "trace.json")
+    path = write_report(tmp_path)
+    assert path == tmp_path / "report.html"
+    text = path.read_text()
+    page = _Page(text)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe"}
+    assert not [value for _, attributes in page.tags for value in attributes.values() if value and "://" in value]
+    assert "url(" not in text and "@import" not in text and "http" not in text
+    for words in ("5.5000 / 4.2500", "75.0%", "1 MiB", "5 MiB, 5 times as much", "rank 3 compute", "<script>alert(1)"):
+        assert words in page.text
+    assert "</svg><b>" in page.text
+
+
+def test_metrics_alone_are_enough(tmp_path: Path) -> None:
+    page = _Page(write_report(run_directory(tmp_path)).read_text())
+    assert "Steps by largest cp_degree" in page.text and "5.2500 / 5.0000" in page.text
+
+
+def test_odd_values_are_left_out(tmp_path: Path) -> None:
+    odd: list[Any] = [math.nan, math.inf, None, "x", True, []]
+    lines = [json.dumps({key: odd[n % len(odd)] for key in STEP} | {"step": n}) for n in range(12)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, json.dumps({"step": 13})]))
+    text = write_report(tmp_path).read_text()
+    _Page(text)
+    assert "nan" not in text and "inf" not in text.replace("info", "")
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    run_directory(tmp_path, steps=20_000)
+    spans = [Span(f"span {n}", "forward", n / 10, 0.05, n % 100) for n in range(20_000)]
+    write_trace(spans, tmp_path / "trace.json")
+    text = write_report(tmp_path).read_text()
+    assert len(text) < 1_000_000
+    assert "are not drawn" in text
+
+
+def test_broken_metrics(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read metrics .*No such file.*; is .* a run directory\?"):
+        write_report(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("")
+    with pytest.raises(UserError, match="holds no step yet"):
+        write_report(tmp_path)
+    good = json.dumps(STEP)
+    path.write_text(f"{good}\n{good[:20]}")
+    assert len(read_metrics(path)) == 1
+    for broken in (good[:20], "3", "{}"):
+        path.write_text(f"{good}\n{broken}\n{good}\n")
+        with pytest.raises(UserError, match="line 2 is not the metrics of a step"):
+            write_report(tmp_path)
+
+
+def test_summary_round_trip_and_table(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(SUMMARY, path)
+    assert read_summary(path) == SUMMARY
+    assert SUMMARY.share_degree_1 == 0.75
+    out = io.StringIO()
+    Console(file=out, width=100).print(summary_table(SUMMARY))
+    for words in (
+        "8,000 in 24 sequences",
+        "0 to 3",
+        "75.0%",
+        "5 MiB, 5 times as much",
+        "split documents",
+        "2k on 4",
+    ):
+        assert words in out.getvalue()
+    assert "dropped" not in out.getvalue()
+    for content in ("{}", "[]", "", '{"sequences_by_degree": 3}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match="is not the summary of a run"):
+            read_summary(path)
+
+
+def test_a_run_without_steps_has_a_table() -> None:
+    nothing = RunSummary(0, 0, 0, None, None, 0.0, 0, 0, (), 0, 0, 0.0)
+    out = io.StringIO()
+    Console(file=out, width=100).print(summary_table(nothing))
+    assert "none / none" in out.getvalue() and "0.0%" in out.getvalue()
+
+
+def test_progress_on_a_plain_stream() -> None:
+    line = StepLine(3, 20, 4.21, 1.3, 12_345.0, 4, 1, 3, 1.083)
+    text = "step  3/20  loss 4.2100  grad_norm 1.30  12.3k tok/s  degrees<=4  micro-batches 1-3  imbalance 1.08"
+    assert progress_line(line) == text
+    assert "micro-batches 2  " in progress_line(StepLine(3, 20, 4.0, 1.0, 1.0, 1, 2, 2, 1.0))
+    out = io.StringIO()
+    with Progress(20, stream=out) as progress:
+        progress.show(line)
+        progress.note("[bold] stays as it is")
+    assert out.getvalue() == f"{text}\n[bold] stays as it is\n"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal() -> None:
+    out = _Terminal()
+    with Progress(20, stream=out) as progress:
+        progress.show(StepLine(3, 20, 4.21, 1.3, 12_345.0, 4, 1, 3, 1.083))
+        progress.note("[bold] stays as it is")
+    assert "step  3/20  loss 4.2100" in out.getvalue() and "[bold] stays as it is" in out.getvalue()
+
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-(10**12), 10**12).map(float)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6).map(float), NUMBERS), max_size=30), st.booleans())
+def test_any_line_chart_is_well_formed(points: list[tuple[float, float]], zero: bool) -> None:
+    for form in (units.significant, units.size, units.duration, units.count):
+        _svg(line_chart([Series("<a>", points), Series("b", points[:1])], form, zero=zero))
+
+
+@given(st.lists(st.tuples(st.text(max_size=5), st.floats(0, 1e12)), max_size=40))
+def test_any_bar_chart_is_well_formed(bars: list[tuple[str, float]]) -> None:
+    _svg(bar_chart([("".join(c for c in label if c.isprintable()), value) for label, value in bars]))
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e3), st.integers(0, 80)), max_size=30))
+def test_any_timeline_is_well_formed(rows: list[tuple[float, float, int]]) -> None:
+    _svg(timeline([Span("<&>", "forward", start, length, rank) for start, length, rank in rows]))
+
+
+def _svg(text: str) -> None:
+    if text.startswith("<svg"):
+        root = ET.fromstring(text[: text.index("</svg>") + len("</svg>")])
+        for element in root.iter():
+            for name in ("x", "y", "width", "height", "x1", "x2", "y1", "y2"):
+                assert math.isfinite(float(element.get(name, "0")))
+
+
+@given(st.floats(-1e15, 1e15), st.floats(0, 1e15))
+def test_ticks_enclose_the_range(low: float, width: float) -> None:
+    ticks = nice_ticks(low, low + width)
+    assert 2 <= len(ticks) <= 9
+    slack = 1e-6 * max(abs(low), width, 1e-300)
+    assert ticks[0] <= low + slack and ticks[-1] >= low + width - slack
+    assert ticks == sorted(set(ticks))
+
+
+@given(st.lists(st.integers(-100, 100).map(float), min_size=1, max_size=5000))
+def test_thinning_keeps_the_extremes(values: list[float]) -> None:
+    points = list(enumerate(values))
+    kept = thinned(points, limit=50)
+    assert len(kept) <= 50 <= MAX_POINTS
+    assert kept == sorted(kept)
+    assert {min(values), max(values)} <= {value for _, value in kept}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (units.count(950), "950"),
+        (units.count(12_345), "12.3k"),
+        (units.count(4.56e6), "4.56M"),
+        (units.size(512), "512 B"),
+        (units.size(1.5 * 2**30), "1.50 GiB"),
+        (units.duration(0), "0 s"),
+        (units.duration(350e-6), "350 us"),
+        (units.duration(0.0125), "12.5 ms"),
+        (units.duration(3.2), "3.20 s"),
+        (units.duration(245), "4 min 05 s"),
+        (units.duration(7380), "2 h 03 min"),
+        (units.significant(0.00012), "1.20e-04"),
+        (units.significant(math.nan), "nan"),
+    ],
+)
+def test_units(text: str, expected: str) -> None:
+    assert text == expected
