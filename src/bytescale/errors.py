@@ -22,8 +22,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Words that point from an unknown `name` to what is known.
 
     Returns:
-        `did you mean 'x'?` when one known name is close, else `known: a, b, c`.
+        `did you mean 'x'?` when one known name is close, else `known: a, b, c`, the first dozen.
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"known: {', '.join(names[:12])}" + (", ..." if len(names) > 12 else "")

@@ -85,11 +85,11 @@ def _forward(
     layout, kernel = context.layout, context.kernel
     if layout.num_tokens == 0:
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2], dtype=_accumulator_dtype(q_THD.dtype))
+    if not layout.steps:
+        return kernel.forward(q_THD, k_TGD, v_TGD, layout.local, causal=True, scale=scale)
     exchange = _KvExchange(context, k_TGD, v_TGD)
     exchange.post(1)
     out, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, layout.local, causal=True, scale=scale)
-    if not layout.steps:
-        return out, lse_TH
     out_THD = out.to(_accumulator_dtype(q_THD.dtype), memory_format=torch.contiguous_format)
     lse_TH = lse_TH.contiguous()
     for number, step in enumerate(layout.steps, start=1):
@@ -130,14 +130,13 @@ class _KvExchange:
         self.context = context
         self.unfinished_before = context.comm.num_unfinished
         self.in_flight: dict[int, tuple[Transfer, Tensor]] = {}
-        self.kv_T2GD = torch.stack((k_TGD, v_TGD), dim=1) if context.layout.steps else None
+        self.kv_T2GD = torch.stack((k_TGD, v_TGD), dim=1)
 
     def post(self, number: int) -> None:
         """Start ring step `number`, if there is one."""
         steps = self.context.layout.steps
         if number > len(steps):
             return
-        assert self.kv_T2GD is not None
         step = steps[number - 1]
         received = self.kv_T2GD.new_empty((step.num_received_tokens, *self.kv_T2GD.shape[1:]))
         transfer = self.context.comm.post(
@@ -236,7 +235,7 @@ class _Backward:
         if not step.blocks:
             return k_RGD.new_empty((0, 2, *k_RGD.shape[1:]))
         dq_PHD, dk_RGD, dv_RGD = self._kernel(k_RGD, v_RGD, step.blocks, causal=False)
-        _add_rows(self.dq_THD, dq_PHD, [(b.q_begin, b.q_end) for s in step.blocks])
+        _add_rows(self.dq_THD, dq_PHD, [(b.q_begin, b.q_end) for b in step.blocks])
         return torch.stack((dk_RGD, dv_RGD), dim=1)
 
     def _return_dkv(self, number: int, step: RingStep, dkv_R2GD: Tensor) -> tuple[RingStep, Transfer, Tensor]:

@@ -8,7 +8,6 @@ decoder so that embedding, layers, head and loss are one module, which FSDP2 sha
 Shapes: T rows of the micro-batch, no padding, no batch dimension outside this file.
 """
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging
 
 from bytescale.config import ModelConfig
 from bytescale.cost.model import ModelShape
@@ -117,8 +117,9 @@ def register_attention() -> None:
     """Make `attn_implementation="bytescale"` known to Transformers; calling it again changes nothing."""
     AttentionInterface.register("bytescale", _attention)
     AttentionMaskInterface.register("bytescale", _no_mask)
-    # Announces a missing bos/eos token and similar at every load.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    # Our own lines say what matters; theirs would come once a rank.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def load_config(model: ModelConfig, max_context: int) -> Any:
@@ -162,7 +163,9 @@ def _config_of_table(table: dict[str, Any]) -> Any:
         default = AutoConfig.for_model(model_type)
     except ValueError:
         raise UserError(f"model.config.model_type = {model_type!r} is unknown to Transformers") from None
-    known = set(default.to_dict()) | set(getattr(default, "attribute_map", {})) | {"rope_theta", "rope_scaling"}
+    # Keys that architectures read without declaring them in every configuration class.
+    undeclared = {"rope_theta", "rope_scaling", "head_dim"}
+    known = set(default.to_dict()) | set(getattr(default, "attribute_map", {})) | undeclared
     for key in values:
         if key not in known:
             raise UserError(f"model.config.{key} is not a key of {model_type!r}; {nearest(key, known)}")
@@ -197,8 +200,8 @@ def build_decoder(model: ModelConfig, config: Any, seed: int) -> Any:
     return decoder
 
 
-def model_shape(config: Any) -> ModelShape:
-    """The sizes that the cost model needs, from a Hugging Face configuration."""
+def model_shape(config: Any, dtype_bytes: int) -> ModelShape:
+    """The sizes that the cost model needs, from a Hugging Face configuration and the bytes of an activation."""
     heads = config.num_attention_heads
     return ModelShape(
         name=config.model_type,
@@ -211,4 +214,5 @@ def model_shape(config: Any) -> ModelShape:
         vocab_size=config.vocab_size,
         num_experts=getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0,
         num_active_experts=getattr(config, "num_experts_per_tok", None) or 0,
+        dtype_bytes=dtype_bytes,
     )

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from bytescale.errors import UserError
+from bytescale.runtime.attention import AttentionContext
+from bytescale.runtime.comm import PeerToPeer
+from bytescale.runtime.kernels import CpuKernel
 from bytescale.runtime.rings import local_layout
 
 POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -81,9 +84,9 @@ def _check_layers(config: Any, max_context: int) -> None:
 
 def check_attention_call(query_BHTD: torch.Tensor, value_BGTD: torch.Tensor, options: dict[str, Any]) -> None:
     """Refuse arguments of one attention call that change its result, whatever the configuration said."""
-    for key in ("softcap", "s_aux", "position_bias", "sinks"):
+    for key, feature in (("softcap", "softcapping"), ("s_aux", "sinks"), ("position_bias", "a position bias")):
         if options.get(key) is not None:
-            raise UserError(f"the model passes {key!r} to attention, which is not supported yet")
+            raise UserError(f"the model asks for {feature} in its attention ({key}), which is not supported yet")
     if options.get("dropout"):
         raise UserError(f"attention dropout {options['dropout']} is not supported yet; set attention_dropout = 0")
     if query_BHTD.shape[-1] != value_BGTD.shape[-1]:
@@ -94,23 +97,23 @@ def check_attention_call(query_BHTD: torch.Tensor, value_BGTD: torch.Tensor, opt
 
 
 @torch.no_grad()
-def probe(decoder: Any, context_of: Any) -> None:
+def probe(decoder: Any) -> None:
     """Compare the built model with what Hugging Face computes for it, on eight tokens.
 
     Args:
-        decoder: the fp32 model, registered attention active, before sharding.
-        context_of: makes the attention context of a layout.
+        decoder: the fp32 model on the CPU, registered attention active, before sharding.
 
     Raises:
         UserError: attention or head do something that would be ignored.
     """
     num_tokens = 8
-    input_ids = torch.arange(num_tokens, device=decoder.device)[None] % decoder.config.vocab_size
-    position_ids = torch.arange(num_tokens, device=decoder.device)[None]
+    position_ids = torch.arange(num_tokens)[None]
+    input_ids = position_ids % decoder.config.vocab_size
+    alone = AttentionContext(local_layout([num_tokens]), CpuKernel(), PeerToPeer(None, 1.0, torch.device("cpu")))
     was_training = decoder.training
     decoder.eval()
     ours = decoder.base_model(
-        input_ids=input_ids, position_ids=position_ids, use_cache=False, pieces=context_of(local_layout([num_tokens]))
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, pieces=alone
     ).last_hidden_state
     decoder.set_attn_implementation("eager")
     reference = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, output_hidden_states=True)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from bytescale.data import StepData
 from bytescale.train.step import StepResult
@@ -81,5 +81,8 @@ class MetricsFile:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()

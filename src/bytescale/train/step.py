@@ -114,7 +114,7 @@ def check_same_plan(world: World, data: StepData) -> None:
     digest = plan_digest(data.plan)
     digests = torch.empty(world.size, dtype=torch.int64, device=world.device)
     own = torch.tensor([digest], dtype=torch.int64, device=world.device)
-    dist.all_gather_into_tensor(digests, own, group=world.group)
+    dist.all_gather_single(digests, own, group=world.group)
     for rank, other in enumerate(digests.tolist()):
         if other != digests[0]:
             raise CommunicationError(

@@ -40,7 +40,7 @@ class World:
         """The lists of all ranks as an fp64 matrix [size, len(values)] on the CPU; a collective."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         everyone = own.new_empty(self.size * len(values))
-        dist.all_gather_into_tensor(everyone, own, group=self.group)
+        dist.all_gather_single(everyone, own, group=self.group)
         return everyone.view(self.size, len(values)).cpu()
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -1,0 +1,129 @@
+"""Everything that is known before ranks exist: model configuration, data, planner; and every check on them.
+
+The same function serves the launching process, which only wants to fail early with one clear line, and each rank.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.config import Config
+from bytescale.cost import ModelShape, attention_bytes, cluster_spec, cost_model
+from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
+from bytescale.errors import UserError
+from bytescale.plan import StepPlan
+from bytescale.planner import plan
+from bytescale.runtime.model import load_config, model_shape
+
+IntArray = npt.NDArray[np.int64]
+Planner = Callable[[IntArray], StepPlan]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run, checked.
+
+    Attributes:
+        model_config: Hugging Face configuration.
+        dataset: the sequences.
+        shape: sizes for cost and traffic.
+        planner: makes the plan of a global batch from its lengths.
+        static_planner: the same with one degree for all, to compare with.
+    """
+
+    model_config: Any
+    dataset: SequenceDataset
+    shape: ModelShape
+    planner: Planner
+    static_planner: Planner
+
+
+def prepare(config: Config, world_size: int) -> Prepared:
+    """Read and check everything but the ranks themselves.
+
+    Raises:
+        UserError: anything in configuration, model or data that cannot work; one line.
+    """
+    _check_supported(config)
+    model_config = load_config(config.model, config.data.max_context)
+    tokenizer = load_tokenizer(config.data)
+    check_vocab(tokenizer, model_config.vocab_size)
+    dataset = open_dataset(config.data, tokenizer)
+    shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
+    prepared = Prepared(
+        model_config,
+        dataset,
+        shape,
+        make_planner(config, shape, world_size, config.plan.strategy),
+        make_planner(config, shape, world_size, "static"),
+    )
+    _check_fits(config, dataset, world_size)
+    # Finds what only the strategy knows, such as a context that no divisor of the ranks holds.
+    prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]])
+    _check_run_dir(Path(config.run.dir))
+    return prepared
+
+
+def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str) -> Planner:
+    """The planner of this run: a pure function of the lengths, equal on all ranks."""
+    cost = cost_model(shape, cluster_spec("h100"), recompute=config.train.activation_checkpointing == "full")
+
+    def planner(lengths: IntArray) -> StepPlan:
+        return plan(
+            lengths,
+            strategy,
+            hdp_size=hdp_size,
+            tokens_per_rank=config.plan.tokens_per_rank,
+            cost=cost,
+            context=config.data.max_context if strategy == "static" else None,
+            seed=config.train.seed,
+        )
+
+    return planner
+
+
+def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) -> int | None:
+    """Bytes that `static` would have sent for a batch; None where it cannot hold the context."""
+    try:
+        static = prepared.static_planner(lengths)
+    except UserError:
+        return None
+    shape = prepared.shape
+    return attention_bytes(static, shape.kv_bytes_per_token, shape.num_layers, checkpointing)
+
+
+def _check_supported(config: Config) -> None:
+    for key in ("pp_size", "tp_size"):
+        if getattr(config.parallel, key) != 1:
+            raise UserError(f"parallel.{key} = {getattr(config.parallel, key)} cannot be run yet; leave it at 1")
+    if config.plan.offload not in ("auto", "off", 0, 0.0):
+        raise UserError(
+            f"plan.offload = {config.plan.offload}: activations cannot be offloaded yet; set it to 'auto' or 'off'"
+        )
+    if config.plan.profile is not None:
+        raise UserError("plan.profile: measured profiles cannot be used yet; leave it out")
+
+
+def _check_fits(config: Config, dataset: SequenceDataset, world_size: int) -> None:
+    longest = int(dataset.lengths.argmax())
+    length, capacity = int(dataset.lengths[longest]), config.plan.tokens_per_rank
+    needed = -(-length // capacity)
+    if needed > world_size:
+        raise UserError(
+            f"sequence {longest} has {length} tokens and needs {needed} ranks of plan.tokens_per_rank = {capacity}, "
+            f"but there are {world_size}: start {needed} ranks, or raise tokens_per_rank to {-(-length // world_size)}"
+        )
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise UserError(f"run.dir = {run_dir} cannot be written: {error.strerror}") from None

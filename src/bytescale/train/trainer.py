@@ -1,0 +1,182 @@
+"""`check` and `run`: a training run from configuration to report.
+
+Data flows one way: lengths -> plan -> pieces -> micro-batches -> gradients. The loader's thread draws and plans step
+n + 1 while step n computes. Rank 0 writes the run directory; files are whole or absent.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import torch
+
+from bytescale.config import Config
+from bytescale.configfile import write_config
+from bytescale.data import StepData, StepLoader
+from bytescale.planfile import write_text_atomically
+from bytescale.report import Progress, StepLine, write_summary
+from bytescale.runtime.comm import collective
+from bytescale.runtime.kernels import AttentionKernel, select_kernel
+from bytescale.runtime.model import LossModel, build_decoder
+from bytescale.runtime.states import TORCH_DTYPES, clip_gradients, shard_model
+from bytescale.runtime.support import probe
+from bytescale.trace import Span, write_trace
+from bytescale.train.checkpoint import save_model
+from bytescale.train.memory import peak_memory_bytes, reset_peak_memory
+from bytescale.train.metrics import MetricsFile, StepMetrics, gather_metrics
+from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
+from bytescale.train.prepare import Prepared, prepare, static_bytes
+from bytescale.train.step import run_step
+from bytescale.train.totals import RunTotals
+from bytescale.train.world import World, open_world, process_identity
+
+NUM_TRACED_STEPS = 3
+"""The last steps of a run whose timeline is kept."""
+
+
+def check(config: Config, world_size: int) -> None:
+    """Every check that needs no ranks.
+
+    Raises:
+        UserError: the run cannot work; one line.
+    """
+    prepare(config, world_size)
+
+
+def run(config: Config) -> None:
+    """Train as this rank of the run that torchrun describes, or as the only one.
+
+    Raises:
+        UserError: bad configuration or data.
+        CommunicationError: another rank is gone or late.
+    """
+    if config.train.compute_threads is not None:
+        torch.set_num_threads(config.train.compute_threads)
+    with open_world(config.run.comm_timeout_s) as world:
+        prepared = prepare(config, world.size)
+        dtype = TORCH_DTYPES[config.train.dtype]
+        kernel = select_kernel(world.device, dtype)
+        model = build_model(config, prepared)
+        shard_model(model, world.group, world.device, dtype)
+        _Run(config, prepared, world, model, kernel).train()
+
+
+def build_model(config: Config, prepared: Prepared) -> LossModel:
+    """The whole model in fp32 on the CPU, probed; equal on all ranks."""
+    decoder = build_decoder(config.model, prepared.model_config, config.train.seed)
+    probe(decoder)
+    decoder.train()
+    if config.train.activation_checkpointing == "full":
+        decoder.gradient_checkpointing_enable({"use_reentrant": False})
+    return LossModel(decoder)
+
+
+class _Run:
+    """The state of a running training: model, optimizer, files, sums."""
+
+    def __init__(
+        self, config: Config, prepared: Prepared, world: World, model: LossModel, kernel: AttentionKernel
+    ) -> None:
+        self.config, self.prepared, self.world = config, prepared, world
+        self.model, self.kernel = model, kernel
+        self.optimizer = make_optimizer(model, config.train)
+        self.run_dir = Path(config.run.dir)
+        self.traced: deque[tuple[Span, ...]] = deque(maxlen=NUM_TRACED_STEPS)
+        self.totals = RunTotals(world.size, prepared.dataset.counts)
+
+    @property
+    def leads(self) -> bool:
+        return self.world.rank == 0
+
+    def train(self) -> None:
+        """All steps, then the files that close a run."""
+        with collective(self.world.rank, "starting the run"):
+            identities = self.world.gather_objects(process_identity(self.world.rank))
+        with ExitStack() as stack:
+            if self.leads:
+                parallel = replace(self.config.parallel, hdp_size=self.world.size)
+                write_config(replace(self.config, parallel=parallel), self.run_dir / "config.toml")
+                write_text_atomically(self.run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
+                metrics_file = stack.enter_context(MetricsFile(self.run_dir / "metrics.jsonl"))
+                progress = stack.enter_context(Progress(self.config.train.steps))
+                progress.note(self.prepared.dataset.counts.describe())
+            loader = stack.enter_context(self._loader())
+            for data in loader:
+                metrics = self._step(data)
+                if self.leads:
+                    sent_by_static = self._static_bytes(data)
+                    metrics_file.write(asdict(metrics) | {"comm_bytes_static": sent_by_static})
+                    progress.show(self._line(metrics))
+                    self.totals.add(data, metrics, sent_by_static)
+            self._finish(loader.skipped_steps)
+
+    def _line(self, metrics: StepMetrics) -> StepLine:
+        shown = {field.name for field in fields(StepLine)}
+        values = {name: value for name, value in asdict(metrics).items() if name in shown}
+        return StepLine(steps=self.config.train.steps, **values)
+
+    def _static_bytes(self, data: StepData) -> int | None:
+        checkpointing = self.config.train.activation_checkpointing == "full"
+        return static_bytes(self.prepared, data.batch.lengths, checkpointing=checkpointing)
+
+    def _loader(self) -> StepLoader:
+        return StepLoader(
+            self.prepared.dataset,
+            self.config.batch,
+            self.config.train.seed,
+            self.prepared.planner,
+            self.world.rank,
+            num_steps=self.config.train.steps,
+        )
+
+    def _step(self, data: StepData) -> StepMetrics:
+        begin_s = time.perf_counter()
+        reset_peak_memory(self.world.device)
+        result = run_step(self.model, self.kernel, self.world, data)
+        rate = learning_rate(data.step, self.config.train)
+        set_learning_rate(self.optimizer, rate)
+        with collective(self.world.rank, f"step {data.step}: gradient norm"):
+            grad_norm = clip_gradients(self.model, self.config.train.grad_clip)
+        update_s = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end_s = time.perf_counter()
+        step_span = Span(f"step {data.step}", "step", begin_s, end_s - begin_s, self.world.rank, track="step")
+        update = Span("update", "update", update_s, end_s - update_s, self.world.rank)
+        self.traced.append((step_span, *result.spans, update))
+        with collective(self.world.rank, f"step {data.step}: metrics"):
+            return gather_metrics(
+                self.world,
+                data,
+                result,
+                grad_norm=grad_norm,
+                lr=rate,
+                step_time_s=data.data_wait_s + end_s - begin_s,
+                peak_memory_bytes=peak_memory_bytes(self.world.device),
+            )
+
+    def _finish(self, num_skipped_steps: int) -> None:
+        """Trace, model and summary."""
+        with collective(self.world.rank, "collecting the trace"):
+            traces = self.world.gather_objects(_on_a_common_clock(self.traced))
+        if self.config.run.save_model:
+            with collective(self.world.rank, "saving the model"):
+                save_model(self.model, self.run_dir / "model", self.config, self.world)
+        if self.leads:
+            write_trace(_from_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
+            write_summary(self.totals.summary(num_skipped_steps), self.run_dir / "summary.json")
+
+
+def _on_a_common_clock(steps: Iterable[tuple[Span, ...]]) -> list[Span]:
+    """Spans from this process's `perf_counter` to the wall clock, which the ranks of a machine share."""
+    offset_s = time.time() - time.perf_counter()
+    return [replace(span, start_s=span.start_s + offset_s) for spans in steps for span in spans]
+
+
+def _from_zero(spans: list[Span]) -> list[Span]:
+    origin_s = min((span.start_s for span in spans), default=0.0)
+    return [replace(span, start_s=span.start_s - origin_s) for span in spans]
