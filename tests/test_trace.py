@@ -67,6 +67,9 @@ def test_last_step() -> None:
     old, new = Span("a", "forward", 0.5, 0.1, 1), Span("b", "forward", 1.5, 0.1, 1)
     steps = [Span("step 1", "step", 0.0, 1.0, 0), Span("step 2", "step", 1.0, 1.0, 0)]
     assert last_step([old, *steps, new]) == [new]
+    early = Span("c", "forward", 0.95, 0.1, 2)
+    own = [Span("step 1", "step", 0.0, 0.9, 2), Span("step 2", "step", 0.9, 1.0, 2)]
+    assert last_step([old, *steps, *own, early, new]) == [early, new]
     assert last_step([old, new]) == [old, new]
     assert last_step([]) == []
 

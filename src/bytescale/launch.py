@@ -130,11 +130,13 @@ def is_launched_rank() -> bool:
 
 
 def prepare_launched_rank() -> None:
-    """First act of a rank below `launch`: show stacks on a crash, end when the launcher ends, kill -9 included.
+    """First act of a rank below `launch`: show stacks on a crash, and end when the launcher does.
 
-    The second needs Linux; elsewhere only a launcher that is itself killed leaves ranks behind.
+    Ctrl-C reaches ranks through the launcher and ends them at once, also those that wait inside a library. When the
+    launcher itself is killed, the kernel ends its ranks; that needs Linux.
     """
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

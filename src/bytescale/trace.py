@@ -91,10 +91,16 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def last_step(spans: Sequence[Span]) -> list[Span]:
-    """The spans since the last one of category "step" began on rank 0, without it; all spans when there is none."""
-    starts = [span.start_s for span in spans if span.category == "step"]
-    begin = max(starts, default=0.0)
-    return [span for span in spans if span.category != "step" and span.start_s >= begin]
+    """The spans of the last step: of each rank those since its last span of category "step", which is left out.
+
+    A rank without such a span is cut where the first of the others begins; without any, all spans are returned.
+    """
+    begin: dict[int, float] = {}
+    for span in spans:
+        if span.category == "step":
+            begin[span.rank] = max(span.start_s, begin.get(span.rank, span.start_s))
+    first = min(begin.values(), default=float("-inf"))
+    return [span for span in spans if span.category != "step" and span.start_s >= begin.get(span.rank, first)]
 
 
 def _metadata(name: str, rank: int, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:

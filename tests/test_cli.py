@@ -1,0 +1,249 @@
+"""The command line from outside: exit codes, one line per failure, and the contract between `train` and the trainer.
+
+The trainer here is a stand-in (no torch), put in place by a `sitecustomize` that every rank inherits; the real one is
+tested in `tests/train`.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from bytescale import cli
+from bytescale.cli.train import check_world_size
+from bytescale.config import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig
+from bytescale.errors import CommunicationError, UserError
+
+STAND_IN = """
+import json, os, signal, sys, time, types
+from pathlib import Path
+
+def check(config, world_size):
+    from bytescale.errors import UserError
+    print(f"check {world_size}", flush=True)
+    if config.plan.strategy == "unsound":
+        raise UserError("the data\\nis empty")
+
+def run(config):
+    from bytescale.errors import CommunicationError, UserError
+    rank, what = int(os.environ.get("RANK", 0)), config.plan.strategy
+    directory = Path(config.run.dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        line = {"step": 2, "loss": 1.5, "cp_degree_max": 1}
+        (directory / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
+    (directory / f"rank{rank}").write_text(str(os.getpid()))
+    if what == "ok":
+        from bytescale.report import RunSummary, write_summary
+        if rank == 0:
+            summary = RunSummary(2, 80, 4, 2.5, 1.5, 10.0, 1, 2, ((1, 4),), 0, 0, 8.0)
+            write_summary(summary, directory / "summary.json")
+        return
+    if what == "user":
+        raise UserError("sequence 3 does not fit")
+    while len(list(directory.glob("rank*"))) < int(os.environ.get("WORLD_SIZE", 1)):
+        time.sleep(0.01)
+    if rank != 1:
+        time.sleep(0.3)
+        raise CommunicationError(f"rank {rank} waited for rank 1")
+    if what == "crash":
+        raise RuntimeError("a defect")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+trainer = types.ModuleType("bytescale.train.trainer")
+trainer.check, trainer.run = check, run
+package = types.ModuleType("bytescale.train")
+package.trainer = trainer
+sys.modules["bytescale.train"], sys.modules["bytescale.train.trainer"] = package, trainer
+"""
+CONFIG = """
+[model]
+preset = "tiny"
+[data]
+source = "python-stdlib"
+[batch]
+tokens = 4096
+[plan]
+strategy = "ok"
+"""
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run("train", ...)` calls the command line in an empty directory with the stand-in trainer."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(STAND_IN)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    root = Path(__file__).parents[1] / "src"
+
+    def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "bytescale", *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{root}"} | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return call
+
+
+def complaint(result: subprocess.CompletedProcess[str], code: int = 2) -> str:
+    """The single line of a failed call."""
+    assert result.returncode == code, result
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("bytescale: "), result.stderr
+    return lines[0].removeprefix("bytescale: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("trian run.toml", "unknown command 'trian'; did you mean 'train'?"),
+        ("--wrong", "No such option"),
+        ("train", "one configuration file is needed, 0 are given"),
+        ("train a.toml b.toml", "one configuration file is needed, 2 are given a.toml b.toml"),
+        ("train none.toml", "cannot read configuration none.toml: No such file or directory"),
+        ("train run.toml --nproc 0", "--nproc 0: at least 1 rank is needed"),
+        ("train run.toml --nproc -2", "--nproc -2: at least 1 rank is needed"),
+        ("train run.toml --nproc two", "'two' is not a valid integer"),
+        ("train run.toml --nproc", "requires an argument"),
+        ("train run.toml --nporc 2", "unknown option --nporc"),
+        ("train run.toml --train.stpes 2", "unknown key train.stpes; did you mean 'steps'?"),
+        ("train --train.steps 0 run.toml", "train.steps = 0; it must be at least 1"),
+        ("train run.toml --nproc 4 --parallel.hdp_size 3", "pp_size * tp_size * hdp_size = 1 * 1 * 3 = 3, but the"),
+        ("train run.toml --parallel.pp-size=2", "a world of 1 rank cannot be cut into pp_size * tp_size = 2 * 1"),
+        ("report nowhere", "cannot read metrics nowhere/metrics.jsonl: No such file"),
+        ("report", "Missing argument 'RUN_DIR'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    run: Callable[..., subprocess.CompletedProcess[str]], arguments: str, words: str
+) -> None:
+    result = run(*arguments.split())
+    assert words in complaint(result)
+    assert result.stdout == ""
+
+
+def test_one_process(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    result = run("train", "run.toml", "--run.dir", "out")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("check 1") == 1
+    assert "loss first / last" in result.stdout and "2.5000 / 1.5000" in result.stdout
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_local_ranks(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("check") == 1 and "check 3" in result.stdout
+    assert result.stdout.count("report: out/report.html") == 1
+    assert sorted(path.name for path in (tmp_path / "out").glob("rank*")) == ["rank0", "rank1", "rank2"]
+
+
+def test_checks_come_before_ranks(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "unsound")
+    assert complaint(result) == "the data is empty"
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_complaint_of_all_ranks_is_one_line(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "user")
+    assert complaint(result) == "sequence 3 does not fit"
+
+
+def test_a_killed_rank_is_named(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "kill")
+    pid = (tmp_path / "out" / "rank1").read_text()
+    assert complaint(result, 1) == f"rank 1 (pid {pid}) was killed by SIGKILL after step 2"
+
+
+def test_a_defect_shows_its_traceback_once(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "crash")
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1 and "waited" not in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("bytescale: rank 1 (pid ")
+    assert result.stderr.endswith("failed with exit code 1 after step 2: RuntimeError: a defect\n")
+
+
+def test_torchrun(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    result = run("train", "run.toml", "--run.dir=out", **TORCHRUN)
+    assert result.returncode == 0 and "check 2" in result.stdout
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["rank1"]
+    assert "leave it out" in complaint(run("train", "run.toml", "--nproc", "2", **TORCHRUN))
+    mismatch = run("train", "run.toml", "--parallel.hdp_size", "3", **TORCHRUN)
+    assert complaint(mismatch).startswith("rank 1: pp_size * tp_size * hdp_size")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "words"),
+    [
+        (ParallelConfig(), 5, None),
+        (ParallelConfig(pp_size=2), 4, None),
+        (ParallelConfig(pp_size=2, tp_size=2, hdp_size=3), 12, None),
+        (ParallelConfig(pp_size=2, tp_size=2, hdp_size=3), 11, r"2 \* 2 \* 3 = 12, but the world has 11 ranks"),
+        (ParallelConfig(hdp_size=2), 1, r"the world has 1 rank: start 2 \(--nproc 2\)"),
+        (ParallelConfig(pp_size=2), 3, r"a world of 3 ranks cannot be cut .* start a multiple of 2"),
+    ],
+)
+def test_world_sizes(parallel: ParallelConfig, world_size: int, words: str | None) -> None:
+    config = Config(ModelConfig(preset="t"), DataConfig("python-stdlib"), BatchConfig(tokens=1), parallel)
+    if words is None:
+        check_world_size(config, world_size)
+    else:
+        with pytest.raises(UserError, match=words):
+            check_world_size(config, world_size)
+
+
+def test_every_listed_command_exists() -> None:
+    for name, (module, help_line) in cli._COMMANDS.items():
+        commands = [v for v in vars(importlib.import_module(module)).values() if isinstance(v, click.Command)]
+        assert [command.name for command in commands] == [name]
+        assert help_line.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (UserError("a\nb"), 2, "bytescale: a b\n"),
+        (click.UsageError("what"), 2, "bytescale: what\n"),
+        (CommunicationError("rank 0 lost rank 1"), 1, "bytescale: rank 0 lost rank 1\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (RuntimeError("a defect"), 1, "RuntimeError: a defect\n"),
+    ],
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, words: str
+) -> None:
+    @click.command("fail")
+    def fail() -> None:
+        raise error
+
+    module = types.ModuleType("tests.fail")
+    module.fail = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tests.fail", module)
+    monkeypatch.setitem(cli._COMMANDS, "fail", ("tests.fail", "Fails."))
+    for name in ("RANK", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["fail"]) == code
+    err = capsys.readouterr().err
+    assert err.endswith(words)
+    assert ("Traceback" in err) == (type(error) is RuntimeError)
+
+
+def test_a_reader_that_goes_away_ends_the_program_quietly() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "bytescale", "--help"]
+    result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (1, "")
