@@ -52,6 +52,17 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
     ]
 
 
+def test_every_key_is_documented() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    assert [key for key in config_keys() if f"`{key}`" not in text] == []
+
+
+def test_the_quickstart_is_sound() -> None:
+    config = load_config(Path(__file__).parents[1] / "configs" / "quickstart.toml")
+    assert (config.data.max_context, config.plan.tokens_per_rank, config.data.overlong) == (16384, 4096, "split")
+    assert config.run.dir == "runs/quickstart"
+
+
 def test_defaults_and_types(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL + "[train]\nlr = 1\n[plan]\noffload = 0\n[parallel]\nhdp_size = 4\n")
     assert config.train.lr == 1.0 and isinstance(config.train.lr, float)
