@@ -53,9 +53,11 @@ def rebuilt(plan: StepPlan, columns: Mapping[str, list[float]], **scalars: objec
 
 
 @st.composite
-def valid_plans(draw: st.DrawFn, max_ranks: int = 6, max_sequences: int = 12, pp_size: int = 1) -> StepPlan:
+def valid_plans(
+    draw: st.DrawFn, min_ranks: int = 1, max_ranks: int = 6, max_sequences: int = 12, pp_size: int = 1
+) -> StepPlan:
     """A legal plan: waves of gangs, each on its own ranks, with sequences of several degrees inside."""
-    hdp_size = draw(st.integers(1, max_ranks))
+    hdp_size = draw(st.integers(min_ranks, max_ranks))
     num_sequences = draw(st.integers(1, max_sequences))
     lengths = draw(st.lists(st.integers(1, 200), min_size=num_sequences, max_size=num_sequences))
     ranks: list[list[list[int]]] = [[] for _ in range(hdp_size)]
@@ -64,7 +66,7 @@ def valid_plans(draw: st.DrawFn, max_ranks: int = 6, max_sequences: int = 12, pp
         used = draw(st.permutations(range(hdp_size)))[: draw(st.integers(1, hdp_size))]
         fresh: dict[int, list[int]] = {}
         for sequence in sorted(int(s) for s in members):
-            for rank in used[: draw(st.integers(1, len(used)))]:
+            for rank in draw(st.lists(st.sampled_from(used), min_size=1, unique=True)):
                 fresh.setdefault(rank, []).append(sequence)
         for rank, batch in fresh.items():
             ranks[rank].append(batch)

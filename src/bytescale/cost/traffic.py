@@ -2,7 +2,8 @@
 
 Ranks of a sequence exchange directly. The rank with `cp_index` k sends its KV to the D - 1 others: to a larger index
 the front run alone (the back run lies behind every query there), to a smaller one the whole piece. With n tokens in
-the piece and f in its front run that is (D - 1 - k) * f + k * n tokens for one forward pass of one layer. A block plan
+the piece and f in its front run that is (D - 1 - k) * f + k * n tokens for one forward pass of one layer, less what
+would go to a piece without queries for it (sequences shorter than twice their degree). A block plan
 sends each block to every other rank that holds a later block of the sequence, once.
 
 The backward sends the KV again and the partial gradients back, the same counts twice; recomputation repeats the
@@ -43,9 +44,23 @@ def _zigzag_tokens(plan: StepPlan) -> IntArray:
     pieces = plan.pieces
     degree, index = pieces.cp_degree, pieces.cp_index
     assert degree is not None and index is not None
-    length = plan.lengths[pieces.sequence]
+    rows, begin = plan.sequence_rows()
+    length, degree, index = plan.lengths[pieces.sequence[rows]], degree[rows], index[rows]
     front = (index + 1) * length // degree // 2 - index * length // degree // 2
-    return np.asarray((degree - 1 - index) * front + index * pieces.tokens, np.int64)
+    tokens = pieces.tokens[rows]
+    behind = _count_of_sequence(tokens > 0, begin, after=True)
+    before = _count_of_sequence(tokens - front > 0, begin, after=False)
+    sent = np.zeros(len(rows), dtype=np.int64)
+    sent[rows] = behind * front + before * tokens
+    return sent
+
+
+def _count_of_sequence(mask: npt.NDArray[np.bool_], begin: IntArray, *, after: bool) -> IntArray:
+    """For each row, how many rows of the same sequence after (or before) it are true; rows grouped by `begin`."""
+    seen = np.concatenate([[0], np.cumsum(mask)])
+    counts = np.diff(begin)
+    first, last = np.repeat(seen[begin[:-1]], counts), np.repeat(seen[begin[1:]], counts)
+    return np.asarray(last - seen[1:] if after else seen[:-1] - first, np.int64)
 
 
 def _block_tokens(plan: StepPlan) -> IntArray:

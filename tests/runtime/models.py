@@ -1,0 +1,147 @@
+"""Small random decoders of several architectures, and one training step on a plan written by hand."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bytescale.config import ModelConfig
+from bytescale.data import GlobalBatch, StepData, TokenMicroBatch
+from bytescale.layout import piece_positions
+from bytescale.plan import StepPlan
+from bytescale.runtime.comm import PeerToPeer
+from bytescale.runtime.kernels import CpuKernel
+from bytescale.runtime.model import LossModel, build_decoder, load_config
+from bytescale.runtime.states import full_gradients, shard_model
+from bytescale.train.step import StepResult, run_step
+from bytescale.train.world import World
+from tests.ranks import Ranks
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 4096},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+}
+MAX_CONTEXT = 4096
+
+
+def small_decoder(architecture: str, seed: int = 0, **extra: Any) -> Any:
+    """A random decoder in fp32."""
+    model = ModelConfig(config={"model_type": architecture, **SIZES, **ARCHITECTURES[architecture], **extra})
+    return build_decoder(model, load_config(model, MAX_CONTEXT), seed)
+
+
+def in_type(decoder: Any, dtype: torch.dtype) -> Any:
+    """The decoder in `dtype`. In fp64 its norms too, which Transformers computes in fp32 whatever the type."""
+    decoder = decoder.to(dtype).train()
+    if dtype == torch.float64:
+        for module in decoder.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = functools.partial(_exact_norm, module)
+    return decoder
+
+
+def _exact_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return module.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def sequence_tokens(length: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], length)
+
+
+def labels_of(tokens: np.ndarray, masked: Sequence[int] = ()) -> np.ndarray:
+    """Next tokens of a sequence; -100 at its end and wherever `masked` says the label must not count."""
+    labels = np.append(tokens[1:], -100)
+    labels[list(masked)] = -100
+    return labels
+
+
+def micro_batches(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]]) -> tuple[TokenMicroBatch, ...]:
+    """This rank's pieces of the sequences, whose tokens are seeded by their number."""
+    result = []
+    for rows in plan.micro_batch_rows(rank):
+        columns: list[list[np.ndarray]] = [[], [], []]
+        for row in rows:
+            sequence = int(plan.pieces.sequence[row])
+            tokens = sequence_tokens(int(plan.lengths[sequence]), sequence)
+            degree, index = int(plan.pieces.cp_degree[row]), int(plan.pieces.cp_index[row])
+            positions = piece_positions(len(tokens), degree, index)
+            for column, values in zip(
+                columns, (tokens, labels_of(tokens, masked.get(sequence, ())), np.arange(len(tokens))), strict=True
+            ):
+                column.append(values[positions])
+        result.append(TokenMicroBatch(*(np.concatenate(column) for column in columns)))
+    return tuple(result)
+
+
+def world_of(ranks: Ranks, timeout_s: float = 60.0) -> World:
+    device = torch.device("cpu")
+    comm = PeerToPeer(ranks.group, timeout_s, device)
+    return World(ranks.rank, ranks.size, device, ranks.mesh_group, comm)
+
+
+def step_data(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]] | None = None, step: int = 1) -> StepData:
+    masked = masked or {}
+    num_targets = np.array([n - 1 - len(masked.get(i, ())) for i, n in enumerate(plan.lengths)])
+    batch = GlobalBatch(np.arange(plan.num_sequences), plan.lengths, num_targets)
+    return StepData(step, batch, plan, micro_batches(plan, rank, masked), 0.0, 0.0, None)
+
+
+def train_step(
+    ranks: Ranks,
+    plan: StepPlan,
+    *,
+    architecture: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    master: torch.dtype = torch.float32,
+    checkpointing: bool = False,
+    masked: dict[int, Sequence[int]] | None = None,
+    **extra: Any,
+) -> tuple[float, dict[str, torch.Tensor], StepResult]:
+    """(loss mean, whole gradients, result) of one step on `plan`, from the model that seed 0 gives."""
+    decoder = in_type(small_decoder(architecture, **extra), master)
+    if checkpointing:
+        decoder.gradient_checkpointing_enable({"use_reentrant": False})
+    model = LossModel(decoder)
+    world = world_of(ranks)
+    shard_model(model, world.group, world.device, dtype)
+    data = step_data(plan, ranks.rank, masked)
+    result = run_step(model, CpuKernel(), world, data)
+    loss = float(world.all_gather_numbers([result.loss_sum]).sum()) / data.batch.total_targets
+    return loss, full_gradients(model), result
+
+
+def reference_step(
+    plan: StepPlan,
+    *,
+    architecture: str = "llama",
+    master: torch.dtype = torch.float64,
+    masked: dict[int, Sequence[int]] | None = None,
+    **extra: Any,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, gradients) of plain Hugging Face in one process: each sequence by itself, plain attention and head."""
+    decoder = in_type(small_decoder(architecture, **extra), master)
+    decoder.set_attn_implementation("sdpa")
+    masked = masked or {}
+    total, num_targets = torch.zeros((), dtype=master), 0
+    for i, length in enumerate(plan.lengths.tolist()):
+        tokens = sequence_tokens(length, i)
+        labels = torch.from_numpy(labels_of(tokens, masked.get(i, ())))
+        logits = decoder(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+        total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        num_targets += int((labels >= 0).sum())
+    (total / num_targets).backward()
+    gradients = {f"decoder.{name}": p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+    return float(total.detach()) / num_targets, gradients

@@ -1,0 +1,78 @@
+"""Runs of the real command line on a small corpus."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CONFIG = """
+[model.config]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+vocab_size = 272
+
+[data]
+source = "jsonl"
+path = "{corpus}"
+cache_dir = "{cache}"
+max_context = 600
+
+[batch]
+tokens = 2400
+
+[plan]
+tokens_per_rank = 300
+
+[train]
+steps = 20
+lr = 2e-3
+warmup_steps = 2
+compute_threads = 1
+
+[run]
+dir = "{run_dir}"
+comm_timeout_s = 60
+"""
+
+
+def write_run(directory: Path) -> Path:
+    """A corpus of skewed lengths and a configuration over it; returns the configuration's path."""
+    random = np.random.default_rng(0)
+    corpus = directory / "corpus.jsonl"
+    words = ["alpha ", "beta ", "gamma\n", "delta, ", "x = 1\n", "é "]
+    lines = []
+    for length in np.exp(random.normal(4.0, 1.3, 200)).astype(int).clip(1, 590):
+        text = "".join(random.choice(words, int(length)))[:length]
+        lines.append(json.dumps({"text": text}))
+    corpus.write_text("\n".join(lines))
+    path = directory / "run.toml"
+    path.write_text(CONFIG.format(corpus=corpus, cache=directory / "cache", run_dir=directory / "run"))
+    return path
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "bytescale", "train", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what would make a child think torchrun started it."""
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def train(*arguments: object, timeout_s: float = 110.0) -> subprocess.CompletedProcess[str]:
+    """Run `bytescale train` to its end."""
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False
+    )
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
