@@ -30,19 +30,20 @@ def block_times_s(plan: StepPlan, cost: CostModel) -> tuple[FloatArray, FloatArr
     crosses = _crosses_nodes(plan, cost)
     times = []
     for direction in (cost.forward, cost.backward):
-        attention_s = _attention_s(cost, direction, begin, end)
-        total = direction.token_s * (end - begin) + attention_s
+        causal_s = attention_s(cost, direction, begin, end)
+        total = direction.token_s * (end - begin) + causal_s
         if cost.has_communication:
             num_bytes = fetched * direction.transfer * cost.kv_bytes_per_token
             fetch_s = np.where(crosses, cost.inter_node.time_s(num_bytes), cost.intra_node.time_s(num_bytes))
-            hidden_s = np.bincount(group, weights=attention_s)[group]
+            hidden_s = np.bincount(group, weights=causal_s)[group]
             total = total + np.where(last & (fetched > 0), np.maximum(0.0, fetch_s - hidden_s), 0.0)
         times.append(total)
     forward_s, backward_s = times
     return forward_s, backward_s + forward_s if cost.recompute else backward_s
 
 
-def _attention_s(cost: CostModel, direction: DirectionCost, begin: FloatArray, end: FloatArray) -> FloatArray:
+def attention_s(cost: CostModel, direction: DirectionCost, begin: FloatArray, end: FloatArray) -> FloatArray:
+    """Causal attention of the blocks [begin, end) in one layer and direction."""
     width = end - begin
     num_kernels = np.ceil(begin / np.maximum(width, 1.0) / MERGED_STAGES)
     per_kernel = np.divide(begin, num_kernels, out=np.zeros_like(begin), where=num_kernels > 0)

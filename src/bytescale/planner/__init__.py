@@ -23,6 +23,11 @@ from bytescale.cost.model import CostModel
 from bytescale.cost.predict import predict
 from bytescale.errors import UserError, nearest
 from bytescale.plan import StepPlan
+from bytescale.planner.balance import plan_balance
+from bytescale.planner.best import plan_best
+from bytescale.planner.fcp import plan_fcp
+from bytescale.planner.flexible import plan_flexible
+from bytescale.planner.megatron import plan_megatron
 from bytescale.planner.naive import plan_naive
 from bytescale.planner.problem import Offload, Problem, make_problem
 from bytescale.planner.static import plan_static
@@ -30,16 +35,28 @@ from bytescale.planner.static import plan_static
 STRATEGIES: Mapping[str, str] = MappingProxyType(
     {
         "static": "one cp_degree for all, packs in arrival order (Megatron-LM, MegaScale)",
-        "hdp-naive": "fewest ranks per sequence, best-fit packs, no balance (ByteScale Algorithm 1)",
+        "megatron-dynamic": "powers of two by length, balanced by squares (Megatron-LM hybrid context parallel)",
+        "hdp-naive": "fewest ranks per sequence, best-fit packs, no balance (ByteScale, Algorithm 1)",
+        "hdp-balance": "the same, balanced: DP-Balance, with a pipeline PP-Balance (ByteScale, Algorithm 2)",
+        "fcp": "fixed blocks on any rank (flexible context parallelism by blocks)",
+        "flexible-cp": "best-fit groups, integer degrees that minimise the slowest (flexible context parallelism)",
+        "best": "ours: degrees, gaps and packs searched together, never worse than the others",
     }
 )
 """Name of every strategy and what it is."""
 
-_FUNCTIONS: Mapping[str, Callable[[Problem], StepPlan]] = MappingProxyType(
-    {"static": plan_static, "hdp-naive": plan_naive}
+_RIVALS: Mapping[str, Callable[[Problem], StepPlan]] = MappingProxyType(
+    {
+        "hdp-balance": plan_balance,
+        "flexible-cp": plan_flexible,
+        "hdp-naive": plan_naive,
+        "static": plan_static,
+        "megatron-dynamic": plan_megatron,
+        "fcp": plan_fcp,
+    }
 )
 
-__all__ = ["STRATEGIES", "Problem", "make_problem", "plan"]
+__all__ = ["STRATEGIES", "Problem", "make_problem", "plan", "plan_with_origin"]
 
 
 def plan(
@@ -54,6 +71,7 @@ def plan(
     offload: Offload = "off",
     seed: int = 0,
     rank_speed: Sequence[float] | npt.ArrayLike | None = None,
+    allow_blocks: bool = False,
 ) -> StepPlan:
     """Place one global batch.
 
@@ -68,6 +86,7 @@ def plan(
         offload: `off`, one ratio in [0, 1] for every piece, or `auto`: chosen per sequence.
         seed: of the random part of a search, where a strategy has one.
         rank_speed: measured relative speed of each rank; None takes all as equal.
+        allow_blocks: let `best` return a plan in the "blocks" layout where that is shorter; `train` cannot run one.
 
     Returns:
         A valid plan with `predicted` filled.
@@ -75,6 +94,36 @@ def plan(
     Raises:
         UserError: bad input, or a sequence that no set of ranks can hold.
     """
+    return plan_with_origin(
+        lengths,
+        strategy,
+        hdp_size=hdp_size,
+        tokens_per_rank=tokens_per_rank,
+        cost=cost,
+        context=context,
+        pp_size=pp_size,
+        offload=offload,
+        seed=seed,
+        rank_speed=rank_speed,
+        allow_blocks=allow_blocks,
+    )[0]
+
+
+def plan_with_origin(
+    lengths: Sequence[int] | npt.ArrayLike,
+    strategy: str = "best",
+    *,
+    hdp_size: int,
+    tokens_per_rank: int,
+    cost: CostModel,
+    context: int | None = None,
+    pp_size: int = 1,
+    offload: Offload = "off",
+    seed: int = 0,
+    rank_speed: Sequence[float] | npt.ArrayLike | None = None,
+    allow_blocks: bool = False,
+) -> tuple[StepPlan, str]:
+    """`plan`, and the name of the strategy that made it, which for `best` may be another one."""
     begin = time.perf_counter()
     if strategy not in STRATEGIES:
         raise UserError(f"unknown strategy {strategy!r}; {nearest(strategy, STRATEGIES)}")
@@ -89,6 +138,10 @@ def plan(
         seed=seed,
         rank_speed=rank_speed,
     )
-    made = _FUNCTIONS[strategy](problem)
+    if strategy == "best":
+        made, origin = plan_best(problem, _RIVALS, allow_blocks)
+    else:
+        made, origin = _RIVALS[strategy](problem), strategy
     elapsed_s = time.perf_counter() - begin
-    return replace(made, predicted=predict(made, cost, rank_speed=problem.rank_speed, planning_time_s=elapsed_s))
+    predicted = predict(made, cost, rank_speed=problem.rank_speed, planning_time_s=elapsed_s)
+    return replace(made, predicted=predicted), origin

@@ -6,7 +6,7 @@ take the next D ranks round the ring of ranks, then the packs do the same one by
 balance scheduler's part.
 
 With a pipeline, gangs must sit at the same micro-batch number on all their ranks (then every stage runs a part of one
-common 1F1B order and nothing can wait in a circle), so they are placed by `stack_gangs`, widest first.
+common 1F1B order and nothing can wait in a circle), so they are placed by `stack.stack_gangs`, widest first.
 
 Invariant: gangs are placed in one global order, so the order on every rank agrees. Cost: O(pieces).
 """
@@ -16,30 +16,20 @@ import numpy.typing as npt
 
 from bytescale.plan import StepPlan
 from bytescale.planner.assemble import plan_of_groups
+from bytescale.planner.degree import paper_degrees
 from bytescale.planner.pack import best_fit
-from bytescale.planner.problem import Problem, too_long
+from bytescale.planner.problem import Problem
+from bytescale.planner.stack import stack_gangs
 
 IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
-
-
-def least_degrees(problem: Problem) -> tuple[IntArray, FloatArray]:
-    """Degree of each sequence and its offload ratio: the fewest ranks that hold it.
-
-    Raises:
-        UserError: a sequence needs more ranks than exist.
-    """
-    degree = -(-problem.lengths // problem.fixed_capacity)
-    if int(degree.max()) > problem.hdp_size:
-        raise too_long(problem, int(degree.argmax()), problem.fixed_capacity, problem.hdp_size)
-    return degree, np.full(len(degree), problem.fixed_ratio)
 
 
 def plan_naive(problem: Problem) -> StepPlan:
     """Algorithm 1 with round-robin placement."""
-    degree, ratio = least_degrees(problem)
+    choice = paper_degrees(problem)
+    degree, ratio = choice.degree, choice.offload_ratio
     capacity = problem.fixed_capacity
-    is_long = problem.lengths >= capacity
+    is_long = (degree > 1) | (problem.lengths >= capacity)
     long_sequences = np.flatnonzero(is_long)
     short_sequences = np.flatnonzero(~is_long)
     pack = best_fit(problem.lengths[short_sequences], capacity)
@@ -74,37 +64,3 @@ def _stacked(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArr
         pack_rank[p], pack_micro_batch[p] = r, counts[r]
         counts[r] += 1
     return ranks, micro_batches, pack_rank, pack_micro_batch
-
-
-def stack_gangs(
-    degree: IntArray, hdp_size: int, weight: FloatArray | None = None
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Place gangs so that each sits at one micro-batch number on all its ranks, without gaps.
-
-    Widest first; among the sets of ranks with equal counts that are large enough, the one with the least load (count,
-    or summed `weight` of the gangs on it). Such a set always exists: the ranks of the last gang are one.
-
-    Returns:
-        Rank and micro-batch of every piece, grouped by gang in the order given, and micro-batches of every rank.
-    """
-    counts = np.zeros(hdp_size, dtype=np.int64)
-    load = np.zeros(hdp_size)
-    begin = np.cumsum(degree) - degree
-    ranks = np.zeros(int(degree.sum()), dtype=np.int64)
-    micro_batches = np.zeros_like(ranks)
-    key = -degree if weight is None else -degree - weight / (1.0 + weight.max(initial=0.0))
-    for g in np.argsort(key, kind="stable").tolist():
-        d = int(degree[g])
-        candidates = []
-        for count in np.unique(counts).tolist():
-            members = np.flatnonzero(counts == count)
-            if len(members) >= d:
-                chosen = members[np.argsort(load[members], kind="stable")[:d]]
-                candidates.append((float(load[chosen].max()), count, chosen))
-        _, count, chosen = min(candidates, key=lambda c: (c[0], c[1]))
-        chosen = np.sort(chosen)
-        rows = slice(int(begin[g]), int(begin[g]) + d)
-        ranks[rows], micro_batches[rows] = chosen, count
-        counts[chosen] += 1
-        load[chosen] += 1.0 if weight is None else float(weight[g])
-    return ranks, micro_batches, counts

@@ -50,6 +50,10 @@ class Problem:
     seed: int = 0
 
     @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
     def fixed_ratio(self) -> float:
         """The offload ratio where none is chosen per sequence."""
         return self.offload if isinstance(self.offload, float) else 0.0

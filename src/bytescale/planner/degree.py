@@ -1,0 +1,220 @@
+"""How many ranks a sequence gets and how much of it is offloaded.
+
+Memory (rule 2 of the validator): a piece of n = ceil(s / D) tokens with ratio r keeps n * (k + (1 - r)(l - k)) / l
+tokens on the device, k = min(2, l), and may keep C. So at degree D the least ratio is
+
+    r(D) = max(0, (1 - C / n) * l / (l - k)),        infeasible above 1.
+
+Paper, Eq. 3 (`paper_degrees`): the largest ratio whose copy hides behind one layer's compute is
+r_hi = min(1, T(s) * B / Act(s)); offloading is worth starting from r_lo = min(1, l*C / ((l - k)*s)), one rank's worth.
+With r_hi >= r_lo the fewest ranks are ceil(kept(r_hi) * s / C), and the ratio is then lowered to r(D), which needs no
+more ranks. The paper is silent on r_hi < r_lo: nothing is offloaded and D = ceil(s / C). Taken literally fewest ranks
+can lose half the speed, so a rank never takes more than `OFFLOAD_CAP` * C tokens, and only a sequence that all ranks
+together cannot hold otherwise goes beyond, its exposed copies counted.
+
+Ours (`least_work_degrees`): among a ladder of degrees that memory allows, the one with the least rank-seconds; then
+`widen` raises degrees until a sequence's time fits a target or falls no more.
+
+Cost: O(n) for the rules, O(n log R) for widening; numpy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.cost.model import constant_s, layer_time_s, piece_times_s
+from bytescale.planner.problem import Problem, capacity_tokens, too_long
+from bytescale.validate import NUM_RESIDENT_LAYERS
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+OFFLOAD_CAP = 1.5
+"""Most tokens of a rank under the paper's rule, as a multiple of C; beyond it fewer ranks lose more than they free."""
+
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+
+BINDS_SHORT, BINDS_MEMORY, BINDS_COPY, BINDS_CAP, BINDS_RANKS = range(5)
+BINDING = (
+    "fits one rank",
+    "memory: ceil(s / C) ranks, too little compute to hide a copy worth a rank",
+    "copy: the largest ratio that hides behind compute",
+    f"cap: {OFFLOAD_CAP:g} * C tokens a rank",
+    "ranks: all of them, copies exposed",
+)
+"""What a `binds` code means."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Per sequence: cp_degree, offload ratio, and which constraint decided (`BINDING`). All of shape [n]."""
+
+    degree: IntArray
+    offload_ratio: FloatArray
+    binds: IntArray
+
+
+def least_ratio(problem: Problem, lengths: IntArray, degree: IntArray) -> FloatArray:
+    """r(D): least offload ratio with which pieces of ceil(s / D) tokens fit; above 1 where none does."""
+    num_layers = problem.num_layers
+    resident = min(NUM_RESIDENT_LAYERS, num_layers)
+    tokens = -(-lengths // degree)
+    if resident == num_layers:
+        return np.where(tokens > problem.tokens_per_rank, np.inf, 0.0)
+    return np.maximum(0.0, (1.0 - problem.tokens_per_rank / tokens) * num_layers / (num_layers - resident))
+
+
+def hidden_ratio(problem: Problem, lengths: IntArray) -> FloatArray:
+    """r_hi: largest ratio whose copy hides behind the forward of one layer."""
+    cost = problem.cost
+    compute_s = layer_time_s(cost, cost.forward, lengths) + constant_s(cost)[0]
+    copy_s = (cost.activation_bytes_per_token * lengths + cost.activation_bytes) / cost.copy_bytes_per_s
+    hidden: FloatArray = np.divide(compute_s, copy_s, out=np.ones_like(compute_s), where=copy_s > 0)
+    return np.minimum(1.0, hidden)
+
+
+def paper_degrees(problem: Problem) -> Degrees:
+    """Eq. 3 under the stated cap.
+
+    Raises:
+        UserError: a sequence needs more ranks than exist.
+    """
+    lengths, capacity = problem.lengths, problem.tokens_per_rank
+    if problem.offload != "auto":
+        return _fixed_degrees(problem)
+    degree = -(-lengths // capacity)
+    binds = np.where(degree == 1, BINDS_SHORT, BINDS_MEMORY)
+    num_layers = problem.num_layers
+    resident = min(NUM_RESIDENT_LAYERS, num_layers)
+    if num_layers > resident:
+        high = hidden_ratio(problem, lengths)
+        low = np.minimum(1.0, num_layers * capacity / ((num_layers - resident) * lengths))
+        kept = (resident + (1.0 - high) * (num_layers - resident)) / num_layers
+        by_copy = np.ceil(kept * lengths / capacity - 1e-9).astype(np.int64)
+        by_cap = np.ceil(lengths / (OFFLOAD_CAP * capacity)).astype(np.int64)
+        fewest = np.maximum(np.maximum(by_copy, by_cap), 1)
+        # Pieces are whole tokens, so the least ratio can lie a token above the hidden one: then one more rank.
+        fewest += least_ratio(problem, lengths, fewest) > high
+        use = (degree > 1) & (high >= low) & (fewest < degree)
+        degree = np.where(use, fewest, degree)
+        binds = np.where(use, np.where(by_copy >= by_cap, BINDS_COPY, BINDS_CAP), binds)
+    forced = degree > problem.hdp_size
+    degree = np.where(forced, problem.hdp_size, degree)
+    binds = np.where(forced, BINDS_RANKS, binds)
+    ratio = least_ratio(problem, lengths, degree)
+    _refuse_infeasible(problem, ratio)
+    return Degrees(degree, ratio, binds)
+
+
+def _fixed_degrees(problem: Problem) -> Degrees:
+    degree = -(-problem.lengths // problem.fixed_capacity)
+    if int(degree.max()) > problem.hdp_size:
+        raise too_long(problem, int(degree.argmax()), problem.fixed_capacity, problem.hdp_size)
+    binds = np.where(degree == 1, BINDS_SHORT, BINDS_MEMORY)
+    return Degrees(degree, np.full(len(degree), problem.fixed_ratio), binds)
+
+
+def _refuse_infeasible(problem: Problem, ratio: FloatArray) -> None:
+    if np.any(ratio > 1.0 + 1e-12):
+        capacity = capacity_tokens(problem.tokens_per_rank, 1.0, problem.num_layers)
+        raise too_long(problem, int(ratio.argmax()), capacity, problem.hdp_size)
+
+
+def stage_time_s(problem: Problem, lengths: IntArray, degree: IntArray, ratio: FloatArray) -> FloatArray:
+    """Time of one rank for its piece on the fullest stage, both directions; g once, as a micro-batch of its own."""
+    return sequence_time_s(problem, lengths, degree, ratio) + micro_batch_s(problem)
+
+
+def micro_batch_s(problem: Problem) -> float:
+    """What every micro-batch costs besides its sequences: g over the layers of a stage, both directions."""
+    return sum(constant_s(problem.cost)) * problem.num_layers
+
+
+def sequence_time_s(problem: Problem, lengths: IntArray, degree: IntArray, ratio: FloatArray) -> FloatArray:
+    """`stage_time_s` without g."""
+    cost = problem.cost
+    forward_s, backward_s = piece_times_s(cost, lengths, degree, ratio)
+    total = (forward_s + backward_s) * problem.num_layers
+    if problem.pp_size == 1:
+        total = total + (cost.forward.head_token_s + cost.backward.head_token_s) * lengths / degree
+    return np.asarray(total, np.float64)
+
+
+def ratio_at(problem: Problem, lengths: IntArray, degree: IntArray) -> FloatArray:
+    """The offload ratio used at a degree: the fixed one, or the least that fits; above 1 where none does."""
+    if problem.offload == "auto":
+        return least_ratio(problem, lengths, degree)
+    fits = -(-lengths // degree) <= problem.fixed_capacity
+    return np.where(fits, problem.fixed_ratio, np.inf)
+
+
+def least_work_degrees(problem: Problem) -> Degrees:
+    """Per sequence the degree with the least rank-seconds that memory allows.
+
+    Raises:
+        UserError: a sequence needs more ranks than exist.
+    """
+    if problem.offload != "auto":
+        return _fixed_degrees(problem)
+    lengths = problem.lengths
+    degree = np.minimum(-(-lengths // problem.tokens_per_rank), problem.hdp_size)
+    binds = np.where(degree == 1, BINDS_SHORT, BINDS_MEMORY)
+    ratio = least_ratio(problem, lengths, degree)
+    _refuse_infeasible(problem, ratio)
+    binds = np.where(ratio > 0, BINDS_RANKS, binds)
+    rows = np.flatnonzero(degree > 1)
+    s = lengths[rows]
+    best = degree[rows]
+    best_work = best * stage_time_s(problem, s, best, ratio[rows])
+    for factor in _LADDER[1:]:
+        tried = np.maximum(1, np.ceil(s / (factor * problem.tokens_per_rank)).astype(np.int64))
+        r = least_ratio(problem, s, tried)
+        legal = (r <= 1.0) & (tried <= problem.hdp_size)
+        work = tried * stage_time_s(problem, s, tried, np.minimum(r, 1.0))
+        better = legal & (work < best_work * (1 - 1e-6))
+        best = np.where(better, tried, best)
+        best_work = np.where(better, work, best_work)
+        binds[rows[better]] = BINDS_COPY
+    degree[rows] = best
+    return Degrees(degree, least_ratio(problem, lengths, degree), binds)
+
+
+def widen(problem: Problem, degree: IntArray, target_s: float, slack: float = 0.002) -> IntArray:
+    """Raise degrees until each sequence takes at most `target_s`, or where that cannot be, until it falls no more.
+
+    A sequence that cannot meet the target stops at the fewest ranks within `slack` of its least time.
+    """
+    lengths = problem.lengths
+    ratio = ratio_at(problem, lengths, degree)
+    rows = np.flatnonzero(stage_time_s(problem, lengths, degree, ratio) > target_s)
+    if not len(rows):
+        return degree
+    s, low = lengths[rows], degree[rows]
+
+    def time_at(d: IntArray) -> FloatArray:
+        return stage_time_s(problem, s, d, ratio_at(problem, s, d))
+
+    fastest = _fastest_degree(time_at, low, problem.hdp_size)
+    goal = np.maximum(target_s, time_at(fastest) * (1 + slack))
+    high = fastest.copy()
+    while np.any(low < high):
+        middle = (low + high) // 2
+        enough = time_at(middle) <= goal
+        high = np.where(enough, middle, high)
+        low = np.where(enough, low, np.minimum(middle + 1, high))
+    widened = degree.copy()
+    widened[rows] = high
+    return widened
+
+
+def _fastest_degree(time_at: Callable[[IntArray], FloatArray], low: IntArray, hdp_size: int) -> IntArray:
+    """Degree of least time at or above `low`: time falls while compute hides transfers, then rises."""
+    left, right = low.copy(), np.full_like(low, hdp_size)
+    while np.any(left < right):
+        middle = (left + right) // 2
+        falling = time_at(np.minimum(middle + 1, hdp_size)) < time_at(middle)
+        left = np.where(falling & (left < right), np.minimum(middle + 1, right), left)
+        right = np.where(falling, right, np.maximum(middle, left))
+    return left
