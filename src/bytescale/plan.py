@@ -7,12 +7,14 @@ equal plans byte-for-byte equal and lets every consumer slice a rank or a micro-
 Vocabulary: a *sequence* of s tokens is served by `cp_degree` ranks; the part on one rank is a *piece*; the pieces a
 rank runs together are a *micro-batch*, numbered from 0 in that rank's own order of execution. Which tokens a piece
 holds follows from (s, cp_degree, cp_index) alone in the `zigzag` layout (`bytescale.layout`); in the `blocks` layout
-the plan states `token_begin` and `token_end` instead. `bytescale.validate` proves a plan, `bytescale.planfile` stores it.
+the plan states `token_begin` and `token_end` instead. `bytescale.validate` proves a plan, `bytescale.planfile` stores
+it.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +52,8 @@ class Pieces:
     def take(self, rows: IntArray) -> "Pieces":
         """The pieces at `rows`, in that order."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Pieces(**{name: None if column is None else column[rows] for name, column in columns.items()})
+        taken: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns.items()}
+        return Pieces(**taken)
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,8 @@ class StepPlan:
     def micro_batch_rows(self, rank: int) -> Iterator[IntArray]:
         """Row numbers of each micro-batch of `rank`, in order of execution; inside one, ascending `sequence`."""
         low, high = np.searchsorted(self.pieces.rank, [rank, rank + 1])
-        bounds = low + np.searchsorted(
-            self.pieces.micro_batch[low:high], np.arange(self.num_micro_batches()[rank] + 1)
-        )
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        bounds = low + np.searchsorted(self.pieces.micro_batch[low:high], np.arange(self.num_micro_batches()[rank] + 1))
+        for begin, end in pairwise(bounds):
             yield np.arange(begin, end, dtype=np.int64)
 
     def micro_batch_ids(self) -> IntArray:
@@ -172,12 +173,15 @@ def step_plan(
     if zigzag == blocks:
         raise ValueError("a plan needs either cp_degree and cp_index, or token_begin and token_end")
     num_pieces = len(sequence)
+    ratio = np.ascontiguousarray(offload_ratio, dtype=np.float64)
+    if np.ndim(offload_ratio) == 0:
+        ratio = np.full(num_pieces, offload_ratio, dtype=np.float64)
     pieces = Pieces(
         sequence=_ints(sequence),
         rank=_ints(rank),
         micro_batch=_ints(micro_batch),
         tokens=_ints(tokens),
-        offload_ratio=np.ascontiguousarray(np.broadcast_to(np.asarray(offload_ratio, np.float64), num_pieces)),
+        offload_ratio=ratio,
         cp_degree=None if cp_degree is None else _ints(cp_degree),
         cp_index=None if cp_index is None else _ints(cp_index),
         token_begin=None if token_begin is None else _ints(token_begin),
@@ -188,6 +192,7 @@ def step_plan(
         if column is not None and len(column) != num_pieces:
             raise ValueError(f"column {f.name} has {len(column)} rows, column sequence has {num_pieces}")
     inner = pieces.token_begin if blocks else pieces.cp_index
+    assert inner is not None
     order = np.lexsort((inner, pieces.sequence, pieces.micro_batch, pieces.rank))
     return StepPlan(
         strategy=strategy,

@@ -95,7 +95,8 @@ def plan_from_dict(value: Any) -> StepPlan:
     table = _section(value, "pieces")
     names = ["sequence", "rank", "micro_batch", "tokens"]
     names += ["cp_degree", "cp_index"] if layout == "zigzag" else ["token_begin", "token_end"]
-    columns = {name: _integers(table, "pieces", name) for name in names}
+    columns: dict[str, Any] = {name: _integers(table, "pieces", name) for name in names}
+    scalars: dict[str, Any] = {name: _integer(value, name) for name in _SCALARS}
     offload_ratio = _floats(table, "pieces", "offload_ratio")
     try:
         return step_plan(
@@ -103,7 +104,7 @@ def plan_from_dict(value: Any) -> StepPlan:
             lengths=_integers(_section(value, "sequences"), "sequences", "length"),
             offload_ratio=offload_ratio,
             predicted=_prediction(value["predicted"]) if "predicted" in value else None,
-            **{name: _integer(value, name) for name in _SCALARS},
+            **scalars,
             **columns,
         )
     except ValueError as error:

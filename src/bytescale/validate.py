@@ -175,9 +175,8 @@ def _check_micro_batch_numbers(plan: StepPlan) -> None:
     starts = np.diff(pieces.rank) != 0
     step = np.where(starts, pieces.micro_batch[1:], np.diff(pieces.micro_batch))
     allowed = np.where(starts, step == 0, step <= 1)
-    first_row_wrong = pieces.micro_batch[0] != 0
-    if first_row_wrong or (i := _first(~allowed)) is not None:
-        row = 0 if first_row_wrong else i + 1
+    wrong = np.concatenate([[pieces.micro_batch[0] != 0], ~allowed])
+    if (row := _first(wrong)) is not None:
         raise PlanError(
             f"rank {pieces.rank[row]} has a micro-batch {pieces.micro_batch[row]} (sequence {pieces.sequence[row]}) "
             "but none before it: micro-batches are numbered 0, 1, 2, ... without gaps"

@@ -46,9 +46,7 @@ def _outputs(ranks: Ranks, plan: StepPlan, changed: int, position: int) -> dict[
     outputs: dict[int, torch.Tensor] = {}
     data = step_data(plan, ranks.rank)
     layouts = attention_layouts(plan, ranks.rank)
-    for rows, micro_batch, layout in zip(
-        plan.micro_batch_rows(ranks.rank), data.micro_batches, layouts, strict=True
-    ):
+    for rows, micro_batch, layout in zip(plan.micro_batch_rows(ranks.rank), data.micro_batches, layouts, strict=True):
         begin = 0
         input_ids = torch.from_numpy(micro_batch.input_ids.copy())
         for row in rows:

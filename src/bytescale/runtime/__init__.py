@@ -1,2 +1,5 @@
-"""The runtime: executes step plans exactly. Rooms: `rings` and `comm` (who sends what to whom), `kernels` and
-`attention` (distributed attention), `model` and `loss` (Hugging Face decoders), `states` (FSDP2 model states)."""
+"""The runtime: executes step plans exactly.
+
+`rings` and `comm` decide who sends what to whom, `kernels` and `attention` are distributed attention, `model`, `support`
+and `loss` wrap Hugging Face decoders, `states` keeps the model states (FSDP2).
+"""

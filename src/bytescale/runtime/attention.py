@@ -25,14 +25,14 @@ import torch
 
 from bytescale.runtime.comm import Message, PeerToPeer, Transfer
 from bytescale.runtime.kernels import AttentionKernel
-from bytescale.runtime.rings import AttentionLayout, Parcel, RingStep, Block
+from bytescale.runtime.rings import AttentionLayout, Block, Parcel, RingStep
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What attention needs to know of a micro-batch; handed through the model's forward as keyword argument `pieces`."""
+    """What attention needs to know of a micro-batch; goes through the model's forward as keyword argument `pieces`."""
 
     layout: AttentionLayout
     kernel: AttentionKernel

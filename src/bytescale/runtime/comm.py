@@ -57,10 +57,12 @@ class PeerToPeer:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, device: torch.device) -> None:
-        """Args:
-        group: ranks that may exchange; None for a single rank, which never does.
-        timeout_s: bound of every wait.
-        device: where the tensors live.
+        """Join the group; a collective.
+
+        Args:
+            group: ranks that may exchange; None for a single rank, which never does.
+            timeout_s: bound of every wait.
+            device: where the tensors live.
         """
         self._group = group
         self._timeout = timedelta(seconds=timeout_s)
@@ -79,7 +81,7 @@ class PeerToPeer:
         self._waits = []
 
     def waits(self) -> list[Wait]:
-        """Every wait for a receive since `reset_counters`. On CUDA the time the stream stood still; synchronise first."""
+        """Every wait for a receive since `reset_counters`; on CUDA of the stream, so synchronise first."""
         return [
             Wait(what, at_s, begin.elapsed_time(end) / 1e3 if self._batched else end - begin)
             for what, at_s, begin, end in self._waits

@@ -11,9 +11,9 @@ so direct sends move about 3/4 of what passing every block around the ring moves
 kernel call, travels once in the model's type without loss, and is summed by its owner in fp32 in a fixed order.
 
 All rings of a micro-batch advance together: step j of every sequence is one exchange (one parcel per pair of ranks) and
-one batch of kernel calls. Invariant that excludes deadlock: every rank orders its exchanges by (step, kind), the members
-of a gang run the same steps, and both ends of a parcel derive it from the plan alone. Cost: O(sum of degrees) small
-Python objects per micro-batch, built once and used by every layer.
+one batch of kernel calls. Invariant that excludes deadlock: every rank orders its exchanges by (step, kind), the
+members of a gang run the same steps, and both ends of a parcel derive it from the plan alone. Cost: O(sum of degrees)
+small Python objects per micro-batch, built once and used by every layer.
 """
 
 from collections import defaultdict
@@ -128,9 +128,7 @@ def attention_layouts(plan: StepPlan, rank: int) -> list[AttentionLayout]:
             sequence = int(plan.pieces.sequence[row])
             ranks = plan.pieces.rank[rows[begin[sequence] : begin[sequence + 1]]].tolist()
             members.append(
-                _Member(
-                    sequence, int(plan.lengths[sequence]), int(plan.pieces.cp_index[row]), tuple(ranks), offset
-                )
+                _Member(sequence, int(plan.lengths[sequence]), int(plan.pieces.cp_index[row]), tuple(ranks), offset)
             )
             offset += int(plan.pieces.tokens[row])
         layouts.append(_layout(members, offset))

@@ -2,11 +2,11 @@
 
 1. `gather`: parameters are made whole on every rank, module by module in one fixed order.
 2. compute: each rank runs its own micro-batches; gradients add up locally, unsharded. No collective happens here.
-3. `reduce`: gradients are summed over all ranks once. Public FSDP2 calls do it: a zero-weighted one-token micro-batch
-   on every rank, with gradient synchronisation on, whose backward reduce-scatters what has piled up.
+3. `reduce`: gradients are summed over all ranks once. Public FSDP2 calls do it: a zero-weighted one-token
+   micro-batch on every rank, with gradient synchronisation on, whose backward reduce-scatters what has piled up.
 
-Equation: G = (1 / num_targets) * sum over ranks and micro-batches of the gradients of their loss sums. The sum is a SUM,
-never a mean; the division happens once, in fp32, on the sharded gradients.
+Equation: G = (1 / num_targets) * sum over ranks and micro-batches of the gradients of their loss sums. The sum is a
+SUM, never a mean; the division happens once, in fp32, on the sharded gradients.
 
 Cost: whole parameters and whole gradients live for the length of a step on every rank (as in ZeRO-1); one all-gather
 and one reduce-scatter a step whatever the number of micro-batches. The optimizer sees shards.

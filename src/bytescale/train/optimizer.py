@@ -35,5 +35,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use `rate` in every group from now on."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -93,9 +93,7 @@ def run_step(model: LossModel, kernel: AttentionKernel, world: World, data: Step
     with collective(world.rank, f"step {data.step}: reducing the gradients"):
         reduce(model, AttentionContext(local_layout([1]), kernel, comm), data.batch.total_targets)
     timeline.lap("reduce", "reduce")
-    waits = [
-        Span(f"wait {w.what}", "wait", w.begin_s, w.duration_s, world.rank, track="kv wait") for w in comm.waits()
-    ]
+    waits = [Span(f"wait {w.what}", "wait", w.begin_s, w.duration_s, world.rank, track="kv wait") for w in comm.waits()]
     wait_s = sum(w.duration_s for w in waits)
     return StepResult(float(loss_sum), busy_s - wait_s, wait_s, comm.bytes_sent, (*timeline.spans, *waits))
 

@@ -1,0 +1,1 @@
+"""Benchmarks: what is fast, beside its bound. Run one as `python -m benchmarks.NAME`."""
