@@ -4,8 +4,8 @@
 
 without the constant g, which depends on the packing. T grows with s at every degree, so the second term needs the
 longest sequence alone. With a pipeline the first term counts one stage (the fullest), the second all of them. With
-measured rank speeds work is divided by their sum. `rank_time_s` is the sum over a rank's pieces plus g a micro-batch;
-gang waiting is added by `makespan`.
+measured rank speeds work is divided by their sum. `rank_time_s` is the sum over a rank's micro-batches, the
+rings of one advancing together (`bytescale.cost.rings`), plus g each; gang waiting is added by `makespan`.
 
 Cost: O(pieces + hdp_size), numpy.
 """
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from bytescale.cost.blocks import block_times_s
 from bytescale.cost.makespan import makespan
 from bytescale.cost.model import CostModel, constant_s, piece_times_s
+from bytescale.cost.rings import ring_times
 from bytescale.plan import Prediction, StepPlan
 
 FloatArray = npt.NDArray[np.float64]
@@ -39,37 +40,26 @@ def stage_layers(num_layers: int, pp_size: int) -> IntArray:
 
 def durations(plan: StepPlan, cost: CostModel, rank_speed: FloatArray | None = None) -> Durations:
     """Own time of every micro-batch of `plan` (ids as in `StepPlan.micro_batch_ids`)."""
-    forward_s, backward_s = _layer_times(plan, cost)
     ids = plan.micro_batch_ids()
     num = int(plan.num_micro_batches().sum())
+    if plan.layout == "blocks":
+        per_piece = block_times_s(plan, cost)
+        layer_s = [np.bincount(ids, weights=times, minlength=num).astype(np.float64) for times in per_piece]
+    else:
+        layer_s = [times.total_s for times in ring_times(plan, cost)]
     layers = stage_layers(cost.num_layers, plan.pp_size).astype(np.float64)
     tokens = np.bincount(ids, weights=plan.pieces.tokens, minlength=num)
     columns = []
     for times, constant, head in zip(
-        (forward_s, backward_s), constant_s(cost), (cost.forward.head_token_s, cost.backward.head_token_s), strict=True
+        layer_s, constant_s(cost), (cost.forward.head_token_s, cost.backward.head_token_s), strict=True
     ):
-        per_layer = np.bincount(ids, weights=times, minlength=num) + constant
-        table = per_layer[:, None] * layers[None, :]
+        table = (times + constant)[:, None] * layers[None, :]
         table[:, -1] += head * tokens
         columns.append(table)
     if rank_speed is not None and num:
         speed = np.repeat(rank_speed, plan.num_micro_batches())[:, None]
         columns = [table / speed for table in columns]
     return Durations(*columns)
-
-
-def _layer_times(plan: StepPlan, cost: CostModel) -> tuple[FloatArray, FloatArray]:
-    """Forward and backward time per layer of every piece."""
-    pieces = plan.pieces
-    if plan.layout == "blocks":
-        return block_times_s(plan, cost)
-    crosses = None
-    if len(pieces) and cost.intra_node != cost.inter_node:
-        rows, begin = plan.sequence_rows()
-        node = pieces.rank[rows] // cost.ranks_per_node
-        first, last = np.minimum.reduceat(node, begin[:-1]), np.maximum.reduceat(node, begin[:-1])
-        crosses = (first != last)[pieces.sequence]
-    return piece_times_s(cost, plan.lengths[pieces.sequence], pieces.cp_degree, pieces.offload_ratio, crosses)
 
 
 def degree_one_work_s(cost: CostModel, lengths: IntArray, num_layers: float | None = None) -> FloatArray:
