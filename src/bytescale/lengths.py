@@ -5,8 +5,8 @@ by one, the list itself in its own order. Files: `.json` list, `.csv` with `leng
 with one number a line, `.npy`, `.parquet`. Inside a range lengths follow a power density s^-a.
 
 `github` and `byted` are generators made to meet the shares the ByteScale paper states: byted 80 % of the sequences
-up to 4K, 1 % from 128K with 44.3 % of the tokens, 37 % of the tokens above 256K, 0.05 % of 2M with 12.1 %; github 16.2 % of
-the tokens above 128K and 9.8 % above 256K. What the paper does not state is ours. K is 1,024; 2M is 2,097,152.
+up to 4K, 1 % from 128K with 44.3 % of the tokens, 37 % of the tokens above 256K, 0.05 % of 2M with 12.1 %; github
+16.2 % of the tokens above 128K and 9.8 % above 256K. What it does not state is ours. K is 1,024; 2M is 2,097,152.
 
 Batches depend on source, size and seed alone. Cost: O(drawn sequences), numpy; pyarrow only for parquet.
 """

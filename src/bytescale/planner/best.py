@@ -5,7 +5,7 @@
    two or to equal shares of the ranks, which leaves fewer gaps when long sequences dominate.
 2. Timeline (`bytescale.planner.timeline`): gangs longest first on the least loaded ranks, later gangs in the gaps that
    waiting leaves, single sequences into the room that remains. The best of so many candidates is kept.
-3. Multifit (`bytescale.planner.moldable`) where there are few sequences a rank, and a seeded random search on few ranks.
+3. Multifit (`bytescale.planner.moldable`) where the batch is not too large, and a seeded random search on few ranks.
 4. Micro-batches: singles packed to C between the gangs of a rank.
 5. The other strategies are planned as well while the batch is small enough; if one predicts a shorter step it is
    returned under the name `best`. Beyond `RIVAL_LIMIT` this is only done when ours is far from the lower bound.
@@ -71,9 +71,9 @@ class Budget:
         num = problem.num_sequences
         tries = 12_000 // num if problem.hdp_size <= 64 else 0
         return Budget(
-            candidates=int(np.clip(600_000 // (num + problem.hdp_size), 6, 24)),
-            gap_candidates=int(np.clip(6_000 // max(1, num_gangs), 0, 6)),
-            guesses=int(np.clip(40_000 // num, 0, 10)),
+            candidates=int(np.clip(300_000 // (num + problem.hdp_size), 5, 14)),
+            gap_candidates=int(np.clip(3_000 / max(1.0, num_gangs * (1 + problem.hdp_size / 2_000)), 0, 4)),
+            guesses=int(np.clip(20_000 // num, 0, 8)),
             random_tries=min(tries, 1_000) if tries >= 50 else 0,
         )
 
@@ -88,7 +88,7 @@ def plan_best(
         rivals: the other strategies.
         allow_blocks: whether a block plan may be returned.
     """
-    bound = lower_bound_s(problem.cost, problem.lengths, problem.hdp_size, problem.pp_size, problem.rank_speed)
+    bound = reachable_s(problem)
     if problem.pp_size == 1:
         own = own_plans(problem, bound)
     else:
@@ -111,6 +111,17 @@ def plan_best(
     return replace(chosen, strategy="best"), origin
 
 
+def reachable_s(problem: Problem) -> float:
+    """What a search can stop at: the lower bound, with the least work that memory allows and the fewest constants g."""
+    cost, lengths = problem.cost, problem.lengths
+    bound = lower_bound_s(cost, lengths, problem.hdp_size, problem.pp_size, problem.rank_speed)
+    least = least_work_degrees(problem)
+    work_s = float((sequence_time_s(problem, lengths, least.degree, least.offload_ratio) * least.degree).sum())
+    work_s += int(lengths.sum()) / problem.fixed_capacity * micro_batch_s(problem)
+    speed = problem.hdp_size if problem.rank_speed is None else float(problem.rank_speed.sum())
+    return max(bound, work_s / speed)
+
+
 def _step_s(problem: Problem, candidate: StepPlan) -> float:
     return predict(candidate, problem.cost, rank_speed=problem.rank_speed).step_time_s
 
@@ -121,8 +132,7 @@ def own_plans(problem: Problem, bound: float) -> list[StepPlan]:
     plans = [_plan_of(problem, placement)]
     if problem.rank_speed is not None:
         even = replace(problem, rank_speed=None)
-        even_bound = lower_bound_s(problem.cost, problem.lengths, problem.hdp_size)
-        plans.append(_plan_of(problem, _rename_ranks(even, search(even, even_bound), problem.rank_speed)))
+        plans.append(_plan_of(problem, _rename_ranks(even, search(even, reachable_s(even)), problem.rank_speed)))
     return plans
 
 

@@ -142,6 +142,41 @@ def sequence_time_s(problem: Problem, lengths: IntArray, degree: IntArray, ratio
     return np.asarray(total, np.float64)
 
 
+def group_time_s(problem: Problem, lengths: IntArray, group: IntArray, degree: IntArray, ratio: float) -> FloatArray:
+    """Time of one rank for a micro-batch of several sequences at one degree, whose rings advance together; g included.
+
+    A ring step is the sum of the attention blocks or of the transfers, whichever is longer; a group of one sequence
+    costs `stage_time_s`.
+
+    Args:
+        problem: what was asked.
+        lengths: of the sequences. Shape [n].
+        group: 0..len(degree)-1 of each sequence. Shape [n].
+        degree: of each group.
+        ratio: offload ratio of all.
+    """
+    cost, num = problem.cost, len(degree)
+    edge = lengths / degree[group]
+    tokens = np.bincount(group, weights=edge, minlength=num)
+    link_is_inter = degree > cost.ranks_per_node
+    copy_s = ratio * (cost.activation_bytes_per_token * tokens) / cost.copy_bytes_per_s
+    times = []
+    for direction in (cost.forward, cost.backward):
+        block_s = np.bincount(group, weights=direction.square_s * edge * (edge + cost.block_half_tokens), minlength=num)
+        step_s = block_s
+        if cost.has_communication:
+            num_bytes = direction.transfer * cost.kv_bytes_per_token * tokens
+            wire_s = np.where(link_is_inter, cost.inter_node.time_s(num_bytes), cost.intra_node.time_s(num_bytes))
+            step_s = np.maximum(np.maximum(block_s, wire_s), cost.ring_step_floor_s)
+        times.append(direction.token_s * tokens + block_s + (degree - 1) * step_s)
+    forward_s, backward_s = times
+    backward_s = backward_s + forward_s if cost.recompute else backward_s
+    total = (np.maximum(forward_s, copy_s) + np.maximum(backward_s, copy_s)) * problem.num_layers
+    if problem.pp_size == 1:
+        total = total + (cost.forward.head_token_s + cost.backward.head_token_s) * tokens
+    return np.asarray(total + micro_batch_s(problem), np.float64)
+
+
 def ratio_at(problem: Problem, lengths: IntArray, degree: IntArray) -> FloatArray:
     """The offload ratio used at a degree: the fixed one, or the least that fits; above 1 where none does."""
     if problem.offload == "auto":

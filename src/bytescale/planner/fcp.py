@@ -122,28 +122,37 @@ def _block_time_s(problem: Problem, begin: IntArray, end: IntArray) -> FloatArra
 def _place_wave(
     sequence: IntArray, begin: IntArray, end: IntArray, time_s: FloatArray, capacity: int, hdp_size: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Columns sequence, rank, begin, end of one wave; used ranks are the lowest."""
+    """Columns sequence, rank, begin, end of one wave; used ranks are the lowest.
+
+    A rank without room for a block is parked until blocks are half as wide, so each rank is looked at a few times only.
+    """
     room = [capacity] * hdp_size
     heap = [(0.0, r) for r in range(hdp_size)]
+    parked: list[tuple[float, int]] = []
+    parked_width = 0
     rows: list[tuple[int, int, int, int]] = []
     blocks = list(zip(sequence.tolist(), begin.tolist(), end.tolist(), time_s.tolist(), strict=True))
-    smallest = int((end - begin).min())
     for k in np.argsort(-time_s, kind="stable").tolist():
         s, b, e, t = blocks[k]
-        skipped = []
-        while heap:
+        width = e - b
+        if parked and 2 * width <= parked_width:
+            heap += parked
+            heapq.heapify(heap)
+            parked, parked_width = [], 0
+        while heap and room[heap[0][1]] < width:
+            parked.append(heapq.heappop(heap))
+            parked_width = max(parked_width, width)
+        if heap:
             load, r = heapq.heappop(heap)
-            if room[r] >= e - b:
-                rows.append((s, r, b, e))
-                room[r] -= e - b
-                if room[r] >= smallest:
-                    heapq.heappush(heap, (load + t, r))
-                break
-            skipped.append((load, r))
+            rows.append((s, r, b, e))
+            room[r] -= width
+            if room[r]:
+                heapq.heappush(heap, (load + t, r))
         else:
+            # No rank looked at has the room: the block is cut over the rooms there are.
             rows += _cut_to_rooms(s, b, e, room)
-        for entry in skipped:
-            heapq.heappush(heap, entry)
+            heap, parked, parked_width = [entry for entry in parked if room[entry[1]]], [], 0
+            heapq.heapify(heap)
     columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     _, dense = np.unique(columns[1], return_inverse=True)
     return columns[0], dense.astype(np.int64), columns[2], columns[3]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from bytescale.plan import StepPlan
 from bytescale.planner.assemble import plan_of_groups, spread
-from bytescale.planner.degree import micro_batch_s, sequence_time_s
+from bytescale.planner.degree import group_time_s
 from bytescale.planner.problem import Problem, too_long
 from bytescale.planner.stack import stack_gangs
 
@@ -75,9 +75,7 @@ def plan_flexible(problem: Problem) -> StepPlan:
     groups = best_fit_groups(problem.lengths, capacity)
     by_group = np.argsort(groups.group, kind="stable")
     begin = np.searchsorted(groups.group[by_group], np.arange(len(groups.degree) + 1))
-    ratio = np.full(len(problem.lengths), problem.fixed_ratio)
-    piece_s = sequence_time_s(problem, problem.lengths, groups.degree[groups.group], ratio)
-    time_s = np.asarray(np.bincount(groups.group, weights=piece_s) + micro_batch_s(problem), np.float64)
+    time_s = group_time_s(problem, problem.lengths, groups.group, groups.degree, problem.fixed_ratio)
     degree = groups.degree.copy()
     waves = _waves(degree, time_s, hdp_size)
     for wave in waves:
@@ -120,13 +118,12 @@ def _spend_spare_ranks(
     spare = problem.hdp_size - int(degree[wave].sum())
     heap = [(-time, g) for time, g in zip(time_s[wave].tolist(), wave.tolist(), strict=True)]
     heapq.heapify(heap)
-    constant_s = micro_batch_s(problem)
     while spare > 0 and heap:
         slowest, g = heapq.heappop(heap)
         rows = by_group[begin[g] : begin[g + 1]]
         lengths = problem.lengths[rows]
-        ratio = np.full(len(rows), problem.fixed_ratio)
-        wider = float(sequence_time_s(problem, lengths, degree[g] + 1, ratio).sum()) + constant_s
+        one = np.zeros(len(rows), dtype=np.int64)
+        wider = float(group_time_s(problem, lengths, one, degree[g : g + 1] + 1, problem.fixed_ratio)[0])
         if wider >= -slowest:
             return
         degree[g] += 1

@@ -74,12 +74,12 @@ def place_under(
 ) -> Placement | None:
     """`pack_under` for given options and order."""
     limit = guess_s * (1 + 1e-12)
-    options = [list(zip(d, t, strict=True)) for d, t in zip(degrees.T.tolist(), times.T.tolist(), strict=True)]
+    degree_rows, time_rows = degrees.T.tolist(), times.T.tolist()
     ranks = _Ranks([0.0] * hdp_size, list(range(hdp_size)), [])
-    num = len(options)
+    num = len(degree_rows)
     degree, start, chosen = [0] * num, [0.0] * num, [[0]] * num
     for i in order.tolist():
-        for d, t in options[i]:
+        for d, t in zip(degree_rows[i], time_rows[i], strict=True):
             room = limit - t
             if room < 0:
                 continue

@@ -1,0 +1,81 @@
+"""`bytescale compare`: all strategies on the same batches, side by side."""
+
+import json
+from typing import Any
+
+import click
+import numpy as np
+
+from bytescale.cli.planning import Request, planning_options, request, wide_console
+from bytescale.errors import UserError, nearest
+from bytescale.planner import STRATEGIES, plan_with_origin
+from bytescale.report.plan_table import comparison_notes, comparison_table, plan_figures
+from bytescale.validate import validate
+
+_MEANS = ("step_time_s", "gap", "imbalance", "idle_share", "degree_1_share", "attention_bytes", "planning_time_s")
+
+
+@click.command("compare")
+@planning_options
+@click.option("--strategies", default=",".join(STRATEGIES), show_default=True, help="Names, separated by commas.")
+@click.option("--batches", "num_batches", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")
+def compare(strategies: str, num_batches: int, as_json: bool, **options: Any) -> None:
+    """Plan the same batches with several strategies. Speedups are over the first strategy of the list.
+
+    Every plan is validated before it is counted. A strategy that cannot plan a batch is shown with its reason.
+    """
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    for name in names:
+        if name not in STRATEGIES:
+            raise UserError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
+    if not names:
+        raise UserError("--strategies is empty")
+    asked = request(**options)
+    drawn = asked.batches(num_batches)
+    rows = [_row(name, asked, drawn) for name in names]
+    base = next((row["step_time_s"] for row in rows if not row["error"]), None)
+    for row in rows:
+        if not row["error"]:
+            row["speedup"] = base / row["step_time_s"] if base and row["step_time_s"] else 1.0
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    title = (
+        f"{asked.source.name}: {len(drawn)} batches, {np.mean([b.sum() for b in drawn]):.0f} tokens and "
+        f"{np.mean([len(b) for b in drawn]):.0f} sequences in the mean, {asked.ranks} ranks, {asked.cost.name} "
+        f"({asked.cost.provenance})"
+    )
+    console = wide_console()
+    console.print(comparison_table(rows, title))
+    for note in comparison_notes(rows):
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
+    """Means over the batches; `error` when one of them cannot be planned."""
+    figures = []
+    origins: dict[str, int] = {}
+    for lengths in drawn:
+        try:
+            made, origin = plan_with_origin(lengths, name, **asked.arguments())
+        except UserError as error:
+            return {"strategy": name, "error": str(error), "note": ""}
+        figures.append(plan_figures(made, validate(made), asked.cost, tp_size=asked.tp_size, origin=origin))
+        if origin != name:
+            origins[origin] = origins.get(origin, 0) + 1
+    row: dict[str, Any] = {key: float(np.mean([f[key] for f in figures])) for key in _MEANS}
+    tokens = sum(f["tokens"] for f in figures)
+    return {
+        "strategy": name,
+        "error": "",
+        **row,
+        "gap_max": max(f["gap"] for f in figures),
+        "tokens_per_s": tokens / sum(f["step_time_s"] for f in figures),
+        "batches": len(figures),
+        "origins": origins,
+        "note": ", ".join(f"{count} of {len(figures)} plans by {name}" for name, count in origins.items()),
+    }
+
+
+command = compare

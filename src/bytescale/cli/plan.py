@@ -1,0 +1,107 @@
+"""`bytescale plan`: place one global batch, show what the plan is worth, store it, or check a stored one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bytescale.cli.planning import planning_options, request, wide_console
+from bytescale.errors import UserError
+from bytescale.planfile import read_plan, write_plan
+from bytescale.planner import STRATEGIES, plan_with_origin
+from bytescale.planner.explain import explain_sequences, explain_step
+from bytescale.report.plan_plot import draw_plan
+from bytescale.report.plan_table import explanation_lines, explanation_table, plan_figures, plan_table
+from bytescale.validate import validate
+
+_STRATEGY_HELP = "How to place: " + ", ".join(STRATEGIES) + "."
+
+
+@click.command("plan")
+@planning_options
+@click.option("--strategy", default="best", show_default=True, help=_STRATEGY_HELP)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the plan file here.")
+@click.option("--check", type=click.Path(path_type=Path), help="Validate this plan file and do nothing else.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw ranks by time here (.png, .svg).")
+@click.option("--explain", is_flag=True, help="Say why the longest sequences got their degree.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")
+def plan(
+    strategy: str,
+    out: Path | None,
+    check: Path | None,
+    plot: Path | None,
+    explain: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Place one global batch on HDP ranks and show what the plan is worth.
+
+    A lengths file without --batch-tokens or --batch-sequences is one global batch as it stands.
+    """
+    if check is not None:
+        _check(check, as_json)
+        return
+    asked = request(**options)
+    lengths = asked.batches(1)[0]
+    made, origin = plan_with_origin(lengths, strategy, **asked.arguments())
+    report = validate(made)
+    figures = plan_figures(made, report, asked.cost, tp_size=asked.tp_size, origin=origin)
+    step = explain_step(made, asked.cost)
+    reasons = explain_sequences(made, asked.cost) if explain else []
+    if out is not None:
+        _written(out, made)
+    if plot is not None:
+        draw_plan(made, asked.cost, plot)
+    if as_json:
+        if explain:
+            figures["explain"] = [vars(reason) for reason in reasons]
+            figures["bounded_by"] = vars(step)
+        click.echo(json.dumps(figures))
+        return
+    console = wide_console()
+    console.print(plan_table(figures, step))
+    if explain:
+        console.print(explanation_table(reasons))
+        for line in explanation_lines(step, figures):
+            console.print(line, highlight=False)
+    for what, path in (("plan", out), ("picture", plot)):
+        if path is not None:
+            console.print(f"{what} written to {path}", highlight=False, soft_wrap=True)
+
+
+def _written(path: Path, made: Any) -> None:
+    try:
+        write_plan(made, path)
+    except OSError as error:
+        raise UserError(f"cannot write plan {path}: {error.strerror}") from None
+
+
+def _check(path: Path, as_json: bool) -> None:
+    stored = read_plan(path)
+    report = validate(stored)
+    value = {
+        "valid": True,
+        "strategy": stored.strategy,
+        "sequences": stored.num_sequences,
+        "tokens": stored.num_tokens,
+        "hdp_size": stored.hdp_size,
+        "pp_size": stored.pp_size,
+        "num_gangs": report.num_gangs,
+        "idle_ranks": len(report.idle_ranks),
+        "peak_tokens": report.peak_tokens,
+        "num_micro_batches_min": int(report.num_micro_batches.min()),
+        "num_micro_batches_max": int(report.num_micro_batches.max()),
+    }
+    if as_json:
+        click.echo(json.dumps(value))
+        return
+    click.echo(
+        f"{path}: valid. {stored.num_sequences} sequences, {stored.num_tokens} tokens on {stored.hdp_size} ranks, "
+        f"micro-batches {value['num_micro_batches_min']}-{value['num_micro_batches_max']}, "
+        f"{report.num_gangs} gangs, {len(report.idle_ranks)} idle ranks, at most {report.peak_tokens:.0f} of "
+        f"{stored.tokens_per_rank} tokens held"
+    )
+
+
+command = plan

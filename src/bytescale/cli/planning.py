@@ -1,0 +1,202 @@
+"""Options that the planning commands share, and what they mean: lengths, ranks, memory, cost.
+
+`planning_options` adds them to a command, `Request` carries them checked. Numbers of tokens may end in K or M (binary).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+
+from bytescale.cost import CostModel, dense_flops, preset_cost
+from bytescale.cost.presets import cluster_spec, model_shape
+from bytescale.errors import UserError, nearest
+from bytescale.lengths import LengthSource, batches, length_source
+from bytescale.planner.problem import Offload
+
+IntArray = npt.NDArray[np.int64]
+COSTS = ("dense-flops",)
+
+
+class TokenCount(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
+    """A whole number of at least 1; K and M stand for 1024 and 1024 * 1024."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        word = str(value).strip().upper()
+        factor = {"K": 2**10, "M": 2**20}.get(word[-1:], 1)
+        digits = word[:-1] if factor > 1 else word
+        if not digits.isdecimal() or int(digits) * factor < 1:
+            self.fail(f"{value!r} is not a number of tokens of at least 1, such as 8192, 32K or 2M", param, ctx)
+        return int(digits) * factor
+
+
+@dataclass(frozen=True)
+class Request:
+    """The shared options, checked.
+
+    Attributes:
+        cost: the cost model of the chosen model and cluster, or of `--cost`.
+        others: named as the options are.
+    """
+
+    source: LengthSource
+    ranks: int
+    pp_size: int
+    tp_size: int
+    tokens_per_rank: int
+    batch_tokens: int | None
+    batch_sequences: int | None
+    context: int | None
+    cost: CostModel
+    offload: Offload
+    seed: int
+    rank_speed: npt.NDArray[np.float64] | None
+
+    def batches(self, num: int) -> list[IntArray]:
+        """The global batches that source, size and seed give."""
+        drawn = batches(self.source, num, self.seed, tokens=self.batch_tokens, sequences=self.batch_sequences)
+        return list(drawn)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `bytescale.planner.plan`."""
+        return {
+            "hdp_size": self.ranks,
+            "tokens_per_rank": self.tokens_per_rank,
+            "cost": self.cost,
+            "context": self.context,
+            "pp_size": self.pp_size,
+            "offload": self.offload,
+            "seed": self.seed,
+            "rank_speed": self.rank_speed,
+            "allow_blocks": True,
+        }
+
+
+_OPTIONS = (
+    click.option("--lengths", "lengths", help="File of lengths or a named distribution.", metavar="SOURCE"),
+    click.option("--ranks", type=int, help="HDP ranks; the world is ranks * pp-size * tp-size.", metavar="N"),
+    click.option("--pp-size", type=int, default=1, show_default=True, help="Pipeline stages."),
+    click.option("--tp-size", type=int, default=1, show_default=True, help="GPUs of a rank."),
+    click.option(
+        "--tokens-per-rank", type=TokenCount(), default=8192, show_default=True, help="Activation capacity C of a rank."
+    ),
+    click.option("--batch-tokens", type=TokenCount(), help="Global batch by tokens."),
+    click.option("--batch-sequences", type=int, help="Global batch by sequences."),
+    click.option("--context", type=TokenCount(), help="Longest sequence static must hold [default: the longest]."),
+    click.option("--model", default="llama-7b", show_default=True, help="Model preset."),
+    click.option("--cluster", default="h100", show_default=True, help="Cluster preset."),
+    click.option("--cost", "cost_name", help="dense-flops: count s*(12h + s), h = 4096, nothing else."),
+    click.option("--offload", default="auto", show_default=True, help="auto, off, or one ratio in [0, 1]."),
+    click.option("--rank-speed", type=click.Path(path_type=Path), help="File with a relative speed for each rank."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the drawn batch and of any search."),
+)
+
+
+def wide_console() -> Console:
+    """A console that does not fold tables when its output is piped or a terminal is narrow."""
+    console = Console()
+    return console if console.is_terminal and console.width >= 120 else Console(width=140)
+
+
+def planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the shared options to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def request(
+    *,
+    lengths: str | None,
+    ranks: int | None,
+    pp_size: int,
+    tp_size: int,
+    tokens_per_rank: int,
+    batch_tokens: int | None,
+    batch_sequences: int | None,
+    context: int | None,
+    model: str,
+    cluster: str,
+    cost_name: str | None,
+    offload: str,
+    rank_speed: Path | None,
+    seed: int,
+) -> Request:
+    """Check the shared options.
+
+    Raises:
+        UserError: one line that names the option at fault.
+    """
+    if lengths is None:
+        raise UserError("--lengths is missing: a file of lengths or a named distribution such as github")
+    if ranks is None:
+        raise UserError("--ranks is missing: the number of HDP ranks")
+    for name, value in (("--ranks", ranks), ("--pp-size", pp_size), ("--tp-size", tp_size)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be at least 1")
+    if batch_tokens is not None and batch_sequences is not None:
+        raise UserError("give --batch-tokens or --batch-sequences, not both")
+    if batch_sequences is not None and batch_sequences < 1:
+        raise UserError(f"--batch-sequences is {batch_sequences}; it must be at least 1")
+    if seed < 0:
+        raise UserError(f"--seed is {seed}; it must be at least 0")
+    return Request(
+        source=length_source(lengths),
+        ranks=ranks,
+        pp_size=pp_size,
+        tp_size=tp_size,
+        tokens_per_rank=tokens_per_rank,
+        batch_tokens=batch_tokens,
+        batch_sequences=batch_sequences,
+        context=context,
+        cost=chosen_cost(model, cluster, cost_name, tp_size),
+        offload=parse_offload(offload),
+        seed=seed,
+        rank_speed=None if rank_speed is None else read_rank_speed(rank_speed),
+    )
+
+
+def chosen_cost(model: str, cluster: str, cost_name: str | None, tp_size: int) -> CostModel:
+    """The cost model of the names; `--cost` replaces the cluster."""
+    if cost_name is None:
+        cluster_spec(cluster)
+        return preset_cost(model, cluster, tp_size=tp_size)
+    if cost_name not in COSTS:
+        raise UserError(f"unknown --cost {cost_name!r}; {nearest(cost_name, COSTS)}")
+    return dense_flops(model_shape(model).num_layers)
+
+
+def parse_offload(text: str) -> Offload:
+    """`auto`, `off` or a ratio."""
+    if text in ("auto", "off"):
+        return "auto" if text == "auto" else "off"
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise UserError(f"--offload is {text!r}; it is auto, off or a ratio in 0..1")
+    return ratio
+
+
+def read_rank_speed(path: Path) -> npt.NDArray[np.float64]:
+    """Relative speeds, one a line or as a JSON list."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"cannot read rank speeds {path}: {reason}") from None
+    words = text.strip("[]").replace(",", " ").split()
+    try:
+        return np.array([float(word) for word in words])
+    except ValueError:
+        raise UserError(f"{path} must hold one number a rank") from None
