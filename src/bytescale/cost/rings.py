@@ -79,12 +79,13 @@ def _levels(plan: StepPlan) -> _Levels:
     degree = plan.pieces.cp_degree
     assert degree is not None
     rows = np.flatnonzero(degree > 1)
-    key = plan.micro_batch_ids()[rows] * (plan.hdp_size + 1) + degree[rows]
+    stride = int(degree.max(initial=1)) + 1
+    key = plan.micro_batch_ids()[rows] * stride + degree[rows]
     # Runs of equal keys first: static plans have millions of rows and one run a micro-batch.
     new = np.concatenate([[True], key[1:] != key[:-1]]) if len(key) else np.zeros(0, bool)
     run = np.cumsum(new) - 1
     distinct, level_of_run = np.unique(key[new], return_inverse=True)
-    micro_batch, level_degree = distinct // (plan.hdp_size + 1), distinct % (plan.hdp_size + 1)
+    micro_batch, level_degree = distinct // stride, distinct % stride
     below = np.concatenate([[1], level_degree[:-1]]) if len(distinct) else level_degree
     first = np.concatenate([[True], micro_batch[1:] != micro_batch[:-1]]) if len(distinct) else np.zeros(0, bool)
     num_steps = (level_degree - np.where(first, 1, below)).astype(np.float64)
