@@ -5,8 +5,9 @@ sequences are packed best-fit to C. The paper leaves line 10, the placement, ope
 take the next D ranks round the ring of ranks, then the packs do the same one by one. No load is looked at; that is the
 balance scheduler's part.
 
-With a pipeline, gangs must sit at the same micro-batch number on all their ranks (then every stage runs a part of one
-common 1F1B order and nothing can wait in a circle), so they are placed by `stack.stack_gangs`, widest first.
+With a pipeline a gang must sit at one micro-batch number on all its ranks (then every stage runs a part of one common
+1F1B order and nothing can wait in a circle). So arrival order runs in rows, one micro-batch number a row: a gang that
+no longer fits starts the next row and packs fill what is left. Too few packs for that: `stack.stack_gangs`.
 
 Invariant: gangs are placed in one global order, so the order on every rank agrees. Cost: O(pieces).
 """
@@ -15,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale.plan import StepPlan
-from bytescale.planner.assemble import plan_of_groups
+from bytescale.planner.assemble import plan_of_groups, spread
 from bytescale.planner.degree import paper_degrees
-from bytescale.planner.pack import best_fit
+from bytescale.planner.pack import best_fit, next_fit
 from bytescale.planner.problem import Problem
 from bytescale.planner.stack import stack_gangs
 
@@ -34,7 +35,7 @@ def plan_naive(problem: Problem) -> StepPlan:
     short_sequences = np.flatnonzero(~is_long)
     pack = best_fit(problem.lengths[short_sequences], capacity)
     num_packs = int(pack.max(initial=-1)) + 1
-    place = _round_robin if problem.pp_size == 1 else _stacked
+    place = _round_robin if problem.pp_size == 1 else _rows
     ranks, micro_batches, pack_rank, pack_micro_batch = place(problem, degree[long_sequences], num_packs)
     return plan_of_groups(
         problem,
@@ -53,6 +54,24 @@ def _round_robin(problem: Problem, degree: IntArray, num_packs: int) -> tuple[In
     slot = np.arange(num_slots + num_packs)
     rank, micro_batch = slot % problem.hdp_size, slot // problem.hdp_size
     return rank[:num_slots], micro_batch[:num_slots], rank[num_slots:], micro_batch[num_slots:]
+
+
+def _rows(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Next-fit rows of ranks: the row of a gang is its micro-batch number, packs fill the rows and follow them."""
+    hdp_size = problem.hdp_size
+    row = next_fit(degree, hdp_size)
+    used = np.bincount(row, weights=degree).astype(np.int64)
+    if int((hdp_size - used).sum()) > num_packs:
+        return _stacked(problem, degree, num_packs)
+    item, index = spread(degree)
+    before = np.cumsum(degree) - degree
+    row_begin = np.concatenate([[0], np.cumsum(used)[:-1]]) if len(used) else used
+    ranks = before[item] - row_begin[row[item]] + index
+    hole_row, hole = spread(hdp_size - used)
+    hole_rank = used[hole_row] + hole
+    rest = np.arange(num_packs - len(hole_row))
+    pack_rank = np.concatenate([hole_rank, rest % hdp_size])
+    return ranks, row[item], pack_rank, np.concatenate([hole_row, len(used) + rest // hdp_size])
 
 
 def _stacked(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
