@@ -40,18 +40,30 @@ def stage_layers(num_layers: int, pp_size: int) -> IntArray:
 
 def durations(plan: StepPlan, cost: CostModel, rank_speed: FloatArray | None = None) -> Durations:
     """Own time of every micro-batch of `plan` (ids as in `StepPlan.micro_batch_ids`)."""
-    ids = plan.micro_batch_ids()
-    num = int(plan.num_micro_batches().sum())
     if plan.layout == "blocks":
-        per_piece = block_times_s(plan, cost)
-        layer_s = [np.bincount(ids, weights=times, minlength=num).astype(np.float64) for times in per_piece]
+        ids, num = plan.micro_batch_ids(), int(plan.num_micro_batches().sum())
+        forward_s, backward_s = (
+            np.bincount(ids, weights=times, minlength=num).astype(np.float64) for times in block_times_s(plan, cost)
+        )
     else:
-        layer_s = [times.total_s for times in ring_times(plan, cost)]
+        forward_s, backward_s = (times.total_s for times in ring_times(plan, cost))
+    return stage_durations(plan, cost, forward_s, backward_s, rank_speed)
+
+
+def stage_durations(
+    plan: StepPlan,
+    cost: CostModel,
+    forward_s: FloatArray,
+    backward_s: FloatArray,
+    rank_speed: FloatArray | None = None,
+) -> Durations:
+    """From one layer of every micro-batch (shape [M]) to its stages: times the layers, the constant g, the head."""
+    num = len(forward_s)
     layers = stage_layers(cost.num_layers, plan.pp_size).astype(np.float64)
-    tokens = np.bincount(ids, weights=plan.pieces.tokens, minlength=num)
+    tokens = np.bincount(plan.micro_batch_ids(), weights=plan.pieces.tokens, minlength=num)
     columns = []
     for times, constant, head in zip(
-        layer_s, constant_s(cost), (cost.forward.head_token_s, cost.backward.head_token_s), strict=True
+        (forward_s, backward_s), constant_s(cost), (cost.forward.head_token_s, cost.backward.head_token_s), strict=True
     ):
         table = (times + constant)[:, None] * layers[None, :]
         table[:, -1] += head * tokens

@@ -7,7 +7,7 @@ a piece, bytes_i its keys and values and D_i its degree, one layer and direction
         max( sum over D_i > j of block_i,   latency + sum over D_i > j of bytes_i / bandwidth_i,   floor )
 
 so 700 short sequences cut over 256 ranks pay 255 steps, not 700 times as many. A micro-batch of one sequence costs
-`model.piece_times_s`. An offload copy is exposed where it is longer than the layer that hides it.
+`model.piece_times_s`, rounding aside. An offload copy is exposed where it is longer than the layer that hides it.
 
 Invariant: compute + communication + copy is the time of the layer, and no less than the sum of the degree-1 times.
 Cost: O(pieces), plus a sort over the distinct degrees of each micro-batch.
@@ -51,21 +51,35 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class _Levels:
-    """Distinct degrees of each micro-batch, ascending: `row_level` of each piece with a degree above 1."""
+    """Distinct degrees of each micro-batch, ascending, and sums over the pieces of that degree or a higher one.
 
-    rows: IntArray
-    row_level: IntArray
+    Attributes:
+        micro_batch: of each level. All of shape [num_levels].
+        num_steps: ring steps that this level runs beyond the one below.
+        square: sum of edge * (edge + e0), the attention of a step in units of a.
+        wire_s: sum of what the keys and values of a piece take on their link, per transfer.
+        latency_s: of a step.
+    """
+
     micro_batch: IntArray
     num_steps: FloatArray
+    square: FloatArray
+    wire_s: FloatArray
+    latency_s: FloatArray
 
 
 def ring_times(plan: StepPlan, cost: CostModel) -> tuple[LayerTimes, LayerTimes]:
     """Forward and backward of every micro-batch of a zig-zag plan; recomputation counts in the backward."""
-    levels = _levels(plan)
-    crosses = _crosses_nodes(plan, cost)
-    copying_s = _copying_s(plan, cost)
-    forward = _direction(plan, cost, cost.forward, levels, crosses)
-    backward = _direction(plan, cost, cost.backward, levels, crosses)
+    pieces = plan.pieces
+    degree = pieces.cp_degree
+    assert degree is not None
+    ids, num = plan.micro_batch_ids(), int(plan.num_micro_batches().sum())
+    edge = plan.lengths[pieces.sequence] / degree
+    square = edge * (edge + cost.block_half_tokens)
+    tokens, area = _sums(ids, edge, num), _sums(ids, degree * square, num)
+    levels = _levels(plan, cost, ids, edge, square) if cost.has_communication and np.any(degree > 1) else None
+    copying_s = _copying_s(plan, cost, ids, edge, num)
+    forward, backward = (_direction(cost, d, tokens, area, levels) for d in (cost.forward, cost.backward))
     if cost.recompute:
         backward = (backward[0] + forward[0], backward[1] + forward[1], backward[2] + forward[2])
     times = []
@@ -75,72 +89,67 @@ def ring_times(plan: StepPlan, cost: CostModel) -> tuple[LayerTimes, LayerTimes]
     return times[0], times[1]
 
 
-def _levels(plan: StepPlan) -> _Levels:
+def _direction(
+    cost: CostModel, direction: DirectionCost, tokens: FloatArray, area: FloatArray, levels: _Levels | None
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Compute, exposed communication and busy link of every micro-batch."""
+    compute_s = direction.token_s * tokens + direction.square_s * area
+    if levels is None:
+        return compute_s, np.zeros_like(compute_s), np.zeros_like(compute_s)
+    transfer = direction.transfer * levels.wire_s + levels.latency_s
+    waiting = np.maximum(0.0, np.maximum(transfer, cost.ring_step_floor_s) - direction.square_s * levels.square)
+    num = len(compute_s)
+    exposed_s = _sums(levels.micro_batch, levels.num_steps * waiting, num)
+    return compute_s, exposed_s, _sums(levels.micro_batch, levels.num_steps * transfer, num)
+
+
+def _levels(plan: StepPlan, cost: CostModel, ids: IntArray, edge: FloatArray, square: FloatArray) -> _Levels:
     degree = plan.pieces.cp_degree
     assert degree is not None
     rows = np.flatnonzero(degree > 1)
-    stride = int(degree.max(initial=1)) + 1
-    key = plan.micro_batch_ids()[rows] * stride + degree[rows]
+    degree = degree[rows]
+    stride = int(degree.max()) + 1
+    key = ids[rows] * stride + degree
     # Runs of equal keys first: static plans have millions of rows and one run a micro-batch.
-    new = np.concatenate([[True], key[1:] != key[:-1]]) if len(key) else np.zeros(0, bool)
-    run = np.cumsum(new) - 1
-    distinct, level_of_run = np.unique(key[new], return_inverse=True)
+    new = np.concatenate([[True], key[1:] != key[:-1]])
+    begin = np.flatnonzero(new)
+    distinct, level = np.unique(key[begin], return_inverse=True)
     micro_batch, level_degree = distinct // stride, distinct % stride
-    below = np.concatenate([[1], level_degree[:-1]]) if len(distinct) else level_degree
-    first = np.concatenate([[True], micro_batch[1:] != micro_batch[:-1]]) if len(distinct) else np.zeros(0, bool)
-    num_steps = (level_degree - np.where(first, 1, below)).astype(np.float64)
-    return _Levels(rows, level_of_run[run], micro_batch, num_steps)
+    first = np.concatenate([[True], micro_batch[1:] != micro_batch[:-1]])
+    below = np.where(first, 1, np.concatenate([[1], level_degree[:-1]]))
 
+    def sums(values: FloatArray | BoolArray) -> FloatArray:
+        per_run = np.add.reduceat(values, begin, dtype=np.float64)
+        return _at_or_above(_sums(level, per_run, len(distinct)), micro_batch)
 
-def _direction(
-    plan: StepPlan, cost: CostModel, direction: DirectionCost, levels: _Levels, crosses: BoolArray | None
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Compute, exposed communication and busy link of every micro-batch."""
-    pieces = plan.pieces
-    degree = pieces.cp_degree
-    assert degree is not None
-    ids, num = plan.micro_batch_ids(), int(plan.num_micro_batches().sum())
-    edge = plan.lengths[pieces.sequence] / degree
-    block_s = direction.square_s * edge * (edge + cost.block_half_tokens)
-    compute_s = _sums(ids, direction.token_s * edge + degree * block_s, num)
-    nothing = np.zeros(num)
-    if not cost.has_communication or not len(levels.rows):
-        return compute_s, nothing, nothing
-    rows, num_levels = levels.rows, len(levels.micro_batch)
-    across = degree[rows] > cost.ranks_per_node if crosses is None else crosses[rows]
-    num_bytes = direction.transfer * cost.kv_bytes_per_token * edge[rows]
-    wire_s = num_bytes / np.where(across, cost.inter_node.bytes_per_s, cost.intra_node.bytes_per_s)
-    block, wire, num_across = (
-        _at_or_above(_sums(levels.row_level, values, num_levels), levels) for values in (block_s[rows], wire_s, across)
-    )
-    transfer = wire + np.where(num_across > 0.5, cost.inter_node.latency_s, cost.intra_node.latency_s)
-    waiting = np.maximum(0.0, np.maximum(transfer, cost.ring_step_floor_s) - block)
-    communication_s = _sums(levels.micro_batch, levels.num_steps * waiting, num)
-    return compute_s, communication_s, _sums(levels.micro_batch, levels.num_steps * transfer, num)
+    crosses = _crosses_nodes(plan, cost)
+    across = degree > cost.ranks_per_node if crosses is None else crosses[rows]
+    bandwidth = np.where(across, cost.inter_node.bytes_per_s, cost.intra_node.bytes_per_s)
+    latency_s = np.where(sums(across) > 0.5, cost.inter_node.latency_s, cost.intra_node.latency_s)
+    wire_s = sums(cost.kv_bytes_per_token * edge[rows] / bandwidth)
+    num_steps = (level_degree - below).astype(np.float64)
+    return _Levels(micro_batch, num_steps, sums(square[rows]), wire_s, latency_s)
 
 
 def _sums(index: IntArray, values: FloatArray | BoolArray, num: int) -> FloatArray:
     return np.asarray(np.bincount(index, weights=values, minlength=num), np.float64)
 
 
-def _at_or_above(values: FloatArray, levels: _Levels) -> FloatArray:
+def _at_or_above(values: FloatArray, micro_batch: IntArray) -> FloatArray:
     """For each level the sum over it and the higher levels of its micro-batch."""
     after = np.concatenate([np.cumsum(values[::-1])[::-1], [0.0]])
-    last = np.searchsorted(levels.micro_batch, levels.micro_batch, side="right")
+    last = np.searchsorted(micro_batch, micro_batch, side="right")
     alone = last == np.arange(len(values)) + 1
     # Differences of running sums would round; a level without higher ones keeps its own value exactly.
     return np.where(alone, values, after[:-1] - after[last])
 
 
-def _copying_s(plan: StepPlan, cost: CostModel) -> FloatArray:
-    pieces = plan.pieces
-    num = int(plan.num_micro_batches().sum())
-    if not np.any(pieces.offload_ratio > 0):
+def _copying_s(plan: StepPlan, cost: CostModel, ids: IntArray, edge: FloatArray, num: int) -> FloatArray:
+    ratio = plan.pieces.offload_ratio
+    if not np.any(ratio > 0):
         return np.zeros(num)
-    assert pieces.cp_degree is not None
-    edge = plan.lengths[pieces.sequence] / pieces.cp_degree
-    num_bytes = pieces.offload_ratio * (cost.activation_bytes_per_token * edge + cost.activation_bytes)
-    return _sums(plan.micro_batch_ids(), num_bytes, num) / cost.copy_bytes_per_s
+    num_bytes = ratio * (cost.activation_bytes_per_token * edge + cost.activation_bytes)
+    return _sums(ids, num_bytes, num) / cost.copy_bytes_per_s
 
 
 def _crosses_nodes(plan: StepPlan, cost: CostModel) -> BoolArray | None:

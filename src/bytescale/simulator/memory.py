@@ -1,0 +1,102 @@
+"""Device memory of every rank and stage at its fullest.
+
+    states       parameters (bf16) + gradients (fp32) + optimizer (three fp32 values a parameter), of one GPU's part;
+                 `zero1` shards the optimizer over HDP, `fsdp` shards all three and keeps whole parameters and
+                 gradients while the step computes, as the runtime does;
+    activations  token-equivalents of every micro-batch in flight (rule 2 of the validator) * Act(s) * layers of the
+                 stage. Stage s of P holds up to P - s micro-batches in 1F1B, so the fullest window counts. With
+                 recomputation a layer keeps its input, and one layer is whole at a time;
+    buffers      two keys-and-values blocks of the largest piece, and the head's logits for a chunk of tokens.
+
+Allocator slack and workspaces are not in it. Cost: O(pieces + micro-batches * pp_size).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.cost.model import CostModel, ModelShape
+from bytescale.cost.predict import stage_layers
+from bytescale.plan import StepPlan
+from bytescale.simulator.overheads import GRADIENT_BYTES, PARAMETER_BYTES
+from bytescale.validate import resident_tokens
+
+FloatArray = npt.NDArray[np.float64]
+Sharding = Literal["zero1", "fsdp"]
+
+OPTIMIZER_BYTES = 12
+HEAD_CHUNK_TOKENS = 1024
+LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes per GPU. `activation_bytes` and `total_bytes` have shape [hdp_size, pp_size]."""
+
+    state_bytes: float
+    buffer_bytes: float
+    activation_bytes: FloatArray
+
+    @property
+    def total_bytes(self) -> FloatArray:
+        return self.activation_bytes + self.state_bytes + self.buffer_bytes
+
+
+def state_bytes(model: ModelShape, *, tp_size: int, pp_size: int, hdp_size: int, sharding: Sharding = "fsdp") -> float:
+    """Parameters, gradients and optimizer states of one GPU while a step computes."""
+    parameters = model.num_parameters / (tp_size * pp_size)
+    whole, sharded = PARAMETER_BYTES + GRADIENT_BYTES, OPTIMIZER_BYTES
+    if sharding == "fsdp":
+        sharded += PARAMETER_BYTES + GRADIENT_BYTES
+    return parameters * (whole + sharded / hdp_size)
+
+
+def buffer_bytes(model: ModelShape, cost: CostModel, *, tp_size: int, largest_piece: int) -> float:
+    """Ring buffers and logits of one GPU."""
+    head = min(HEAD_CHUNK_TOKENS, max(largest_piece, 1)) * model.vocab_size * LOGIT_BYTES / tp_size
+    return 2 * largest_piece * cost.kv_bytes_per_token + head
+
+
+def layer_bytes_per_token(model: ModelShape, cost: CostModel) -> float:
+    """What one layer keeps of one token until its backward."""
+    if not cost.recompute:
+        return cost.activation_bytes_per_token
+    shared = cost.activation_bytes_per_token / model.activation_bytes_per_token
+    return model.hidden_size * model.dtype_bytes * shared
+
+
+def peak_memory(plan: StepPlan, model: ModelShape, cost: CostModel, *, tp_size: int = 1) -> PeakMemory:
+    """The fullest moment of every rank and stage."""
+    pieces = plan.pieces
+    ids, counts = plan.micro_batch_ids(), plan.num_micro_batches()
+    num = int(counts.sum())
+    held = np.bincount(
+        ids, weights=resident_tokens(pieces.tokens, pieces.offload_ratio, plan.num_layers), minlength=num
+    )
+    layers = stage_layers(cost.num_layers, plan.pp_size)
+    per_layer = layer_bytes_per_token(model, cost)
+    activation_bytes = np.zeros((plan.hdp_size, plan.pp_size))
+    for stage in range(plan.pp_size):
+        in_flight = _fullest_window(held, counts, plan.pp_size - stage)
+        activation_bytes[:, stage] = in_flight * per_layer * layers[stage]
+        if cost.recompute:
+            activation_bytes[:, stage] += _fullest_window(held, counts, 1) * cost.activation_bytes_per_token
+    largest = int(pieces.tokens.max(initial=0))
+    return PeakMemory(
+        state_bytes(model, tp_size=tp_size, pp_size=plan.pp_size, hdp_size=plan.hdp_size),
+        buffer_bytes(model, cost, tp_size=tp_size, largest_piece=largest),
+        activation_bytes,
+    )
+
+
+def _fullest_window(values: FloatArray, counts: npt.NDArray[np.int64], width: int) -> FloatArray:
+    """Per rank the largest sum of `width` neighbouring values (of all, where it has fewer)."""
+    first = np.cumsum(counts) - counts
+    running = np.concatenate([[0.0], np.cumsum(values)])
+    fullest = np.zeros(len(counts))
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - width, np.repeat(first, counts))
+    np.maximum.at(fullest, np.repeat(np.arange(len(counts)), counts), running[ends] - running[begins])
+    return fullest
