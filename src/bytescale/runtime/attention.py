@@ -140,7 +140,9 @@ class _KvExchange:
         step = steps[number - 1]
         received = self.kv_T2GD.new_empty((step.num_received_tokens, *self.kv_T2GD.shape[1:]))
         transfer = self.context.comm.post(
-            "kv", 2 * number, _outgoing(step.sends, self.kv_T2GD), _outgoing(step.receives, received)
+            "kv",
+            _messages(step.sends, self.kv_T2GD, 2 * number),
+            _messages(step.receives, received, 2 * number),
         )
         self.in_flight[number] = transfer, received
 
@@ -156,12 +158,12 @@ class _KvExchange:
         comm.drain(keep=comm.num_unfinished - self.unfinished_before)
 
 
-def _outgoing(parcels: Sequence[Parcel], rows: Tensor) -> list[Message]:
+def _messages(parcels: Sequence[Parcel], rows: Tensor, tag: int) -> list[Message]:
     """One message per parcel. A single range is a view of `rows`, so receives land in place."""
     messages = []
     for parcel in parcels:
         parts = [rows[begin:end] for begin, end in parcel.ranges]
-        messages.append(Message(parcel.peer, parts[0] if len(parts) == 1 else torch.cat(parts)))
+        messages.append(Message(parcel.peer, parts[0] if len(parts) == 1 else torch.cat(parts), tag))
     return messages
 
 
@@ -242,12 +244,12 @@ class _Backward:
         """Send each partial to the owner of its rows; start receiving those of the rows this rank sent."""
         num_rows = sum(parcel.num_tokens for parcel in step.sends)
         received = dkv_R2GD.new_empty((num_rows, *dkv_R2GD.shape[1:]))
-        receives, begin = [], 0
+        receives, begin, tag = [], 0, 2 * number + 1
         for parcel in step.sends:
-            receives.append(Message(parcel.peer, received[begin : begin + parcel.num_tokens]))
+            receives.append(Message(parcel.peer, received[begin : begin + parcel.num_tokens], tag))
             begin += parcel.num_tokens
-        sends = _outgoing(step.receives, dkv_R2GD)
-        return step, self.context.comm.post("dkv", 2 * number + 1, sends, receives), received
+        sends = _messages(step.receives, dkv_R2GD, tag)
+        return step, self.context.comm.post("dkv", sends, receives), received
 
     def _collect(self, returning: tuple[RingStep, Transfer, Tensor] | None) -> None:
         if returning is None:

@@ -26,15 +26,16 @@ from bytescale.errors import CommunicationError
 
 @dataclass(frozen=True)
 class Message:
-    """One contiguous tensor to or from `peer`, a rank of the group."""
+    """One contiguous tensor to or from `peer`, a rank of the group; `tag` is equal on both ends."""
 
     peer: int
     tensor: torch.Tensor
+    tag: int
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Time that this rank stood still for a receive. `what` is `kv` or `dkv`; `begin_s` counts as `perf_counter`."""
+    """Time that this rank stood still for a receive. `what` is `kv`, `dkv` or `pipeline`; `begin_s` counts as `perf_counter`."""
 
     what: str
     begin_s: float
@@ -95,12 +96,11 @@ class PeerToPeer:
         event.record()
         return event
 
-    def post(self, what: str, tag: int, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
+    def post(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         """Start an exchange and return at once.
 
         Args:
-            what: `kv` or `dkv`, for errors and counters.
-            tag: equal on both ends of the exchange.
+            what: `kv`, `dkv` or `pipeline`, for errors and counters.
             sends: contiguous tensors; their storage must not be written until the `drain` that passes them.
             receives: contiguous buffers of exactly the size the peer sends.
         """
@@ -114,11 +114,11 @@ class PeerToPeer:
                 transfer.works = [(work, None) for work in dist.batch_isend_irecv(operations)]
             return transfer
         for m in receives:
-            work = dist.irecv(m.tensor, group=self._group, group_src=m.peer, tag=tag)
+            work = dist.irecv(m.tensor, group=self._group, group_src=m.peer, tag=m.tag)
             assert work is not None
             transfer.works.append((work, m.peer))
         for m in sends:
-            work = dist.isend(m.tensor, group=self._group, group_dst=m.peer, tag=tag)
+            work = dist.isend(m.tensor, group=self._group, group_dst=m.peer, tag=m.tag)
             assert work is not None
             outgoing.works.append((work, m.peer))
         if outgoing.works:

@@ -62,11 +62,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class LossModel(nn.Module):
-    """A decoder whose forward is the summed token loss of one micro-batch."""
+    """A decoder, or one pipeline stage of it, as one module: its forward ends in the summed loss of a micro-batch.
 
-    def __init__(self, decoder: Any) -> None:
+    Attributes:
+        is_first: the input is token ids; on later stages it is the hidden states of the stage before.
+        is_last: the output is the loss; on earlier stages it is hidden states.
+    """
+
+    def __init__(self, decoder: Any, *, is_first: bool = True, is_last: bool = True) -> None:
         super().__init__()
         self.decoder = decoder
+        self.is_first, self.is_last = is_first, is_last
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -74,20 +80,34 @@ class LossModel(nn.Module):
         layers: nn.ModuleList = self.decoder.base_model.layers
         return layers
 
-    def forward(
-        self, input_ids_T: Tensor, labels_T: Tensor, position_ids_T: Tensor, pieces: AttentionContext
-    ) -> Tensor:
-        """Sum of the cross-entropy over the targets of the micro-batch, a scalar."""
-        hidden_TE = self.hidden_states(input_ids_T, position_ids_T, pieces)
+    def forward(self, source: Tensor, labels_T: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
+        """On the last stage the cross-entropy summed over the micro-batch's targets, a scalar; else hidden_TE.
+
+        Args:
+            source: input_ids_T on the first stage, hidden_TE on later ones.
+            labels_T: next tokens; used by the last stage.
+            position_ids_T: index of each token in its sequence.
+            pieces: the micro-batch.
+        """
+        hidden_TE = self.hidden_states(source, position_ids_T, pieces)
+        if not self.is_last:
+            return hidden_TE
         return token_loss_sum(hidden_TE, self.decoder.get_output_embeddings().weight, labels_T)
 
-    def hidden_states(self, input_ids_T: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
-        """Final hidden states, [T, hidden_size]."""
+    def hidden_states(self, source: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
+        """Hidden states after the last layer here, and after the final norm on the last stage. [T, hidden_size]."""
+        name = "input_ids" if self.is_first else "inputs_embeds"
         output = self.decoder.base_model(
-            input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, pieces=pieces
+            **{name: source[None]}, position_ids=position_ids_T[None], use_cache=False, pieces=pieces
         )
         hidden_TE: Tensor = output.last_hidden_state[0]
         return hidden_TE
+
+    def one_token(self, device: torch.device) -> Tensor:
+        """An input of a single row, for a forward that only has to touch every parameter."""
+        if self.is_first:
+            return torch.zeros(1, dtype=torch.long, device=device)
+        return torch.zeros(1, self.decoder.config.hidden_size, device=device)
 
 
 def _attention(

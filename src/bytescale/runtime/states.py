@@ -76,7 +76,8 @@ def reduce(model: LossModel, one_token: AttentionContext, num_targets: int) -> N
     _set_synchronisation(model, True)
     device = next(model.parameters()).device
     zero_T = torch.zeros(1, dtype=torch.long, device=device)
-    (model(zero_T, torch.full_like(zero_T, IGNORED), zero_T, one_token) * 0).backward()
+    output = model(model.one_token(device), torch.full_like(zero_T, IGNORED), zero_T, one_token)
+    (output.sum() * 0).backward()
     torch._foreach_div_([parameter.grad for parameter in model.parameters()], float(num_targets))
 
 
