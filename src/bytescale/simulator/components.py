@@ -1,8 +1,8 @@
 """What every micro-batch spends its time on: kernels, exposed communication, exposed offload copies.
 
 The totals are those of `bytescale.cost.predict`, so the simulator cannot disagree with the planner; this module splits
-them. Beside the ring of the cost model it knows the all-to-all of Ulysses for plans with one degree: a rank exchanges its
-queries, keys, values and outputs for all tokens of a share of the heads,
+them. Beside the ring of the cost model it knows the all-to-all of Ulysses for plans with one degree: a rank exchanges
+its queries, keys, values and outputs for all tokens of a share of the heads,
 
     D <= H:  4 exchanges of (D - 1) / D of the piece, nothing hides them, one attention kernel over the whole sequence;
     D > H:   H ranks exchange heads and D / H such groups form a ring, whose messages are as large as before.

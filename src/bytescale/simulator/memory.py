@@ -71,10 +71,8 @@ def peak_memory(plan: StepPlan, model: ModelShape, cost: CostModel, *, tp_size: 
     """The fullest moment of every rank and stage."""
     pieces = plan.pieces
     ids, counts = plan.micro_batch_ids(), plan.num_micro_batches()
-    num = int(counts.sum())
-    held = np.bincount(
-        ids, weights=resident_tokens(pieces.tokens, pieces.offload_ratio, plan.num_layers), minlength=num
-    )
+    kept = resident_tokens(pieces.tokens, pieces.offload_ratio, plan.num_layers)
+    held: FloatArray = np.asarray(np.bincount(ids, weights=kept, minlength=int(counts.sum())), np.float64)
     layers = stage_layers(cost.num_layers, plan.pp_size)
     per_layer = layer_bytes_per_token(model, cost)
     activation_bytes = np.zeros((plan.hdp_size, plan.pp_size))

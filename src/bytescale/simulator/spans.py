@@ -1,0 +1,86 @@
+"""The timeline of chosen ranks as trace spans, which Perfetto draws and the report reads.
+
+One process per rank; tracks `stage s` (forward, backward, communication and copies that were exposed, waiting),
+`stage s p2p`, `stage s d2h`, `stage s h2d`. Inside an operation kernels come first, then what they could not hide,
+then waiting for the gang: the order within a layer is finer than the engine goes. Spans of a track never overlap and
+end within the step. Cost: a few small objects per micro-batch, stage and direction of the chosen ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from bytescale.errors import UserError
+from bytescale.schedule import BACKWARD, FORWARD, one_f_one_b
+from bytescale.simulator.engine import SimulatedStep
+from bytescale.trace import Span
+
+_NAMES = {FORWARD: "forward", BACKWARD: "backward"}
+
+
+def step_spans(step: SimulatedStep, ranks: Sequence[int]) -> list[Span]:
+    """Spans of `ranks`, in order of rank, stage and time.
+
+    Raises:
+        UserError: a rank that the plan does not have.
+    """
+    plan, extra = step.plan, step.overheads
+    if wrong := [rank for rank in ranks if not 0 <= rank < plan.hdp_size]:
+        raise UserError(f"rank {wrong[0]} is not in the plan; ranks are 0..{plan.hdp_size - 1}")
+    counts = plan.num_micro_batches()
+    first = np.cumsum(counts) - counts
+    spans: list[Span] = []
+    for rank in ranks:
+        for stage in range(plan.pp_size):
+            track = f"stage {stage}"
+            begin = extra.gather_s
+            if extra.gather_s > 0:
+                spans.append(Span("gather parameters", "gather", 0.0, extra.gather_s, rank, track))
+            last_end = begin
+            for span in _operations(step, rank, stage, int(first[rank]), int(counts[rank]), begin):
+                spans.append(span)
+                last_end = max(last_end, span.end_s)
+            spans += _closing(step, rank, track, last_end)
+    return spans
+
+
+def _operations(step: SimulatedStep, rank: int, stage: int, first: int, num: int, begin: float) -> Iterator[Span]:
+    operations, parts, track = step.operations, step.parts, f"stage {stage}"
+    before = begin
+    for number, direction in one_f_one_b(num, step.plan.pp_size, stage):
+        at = (direction, first + number, stage)
+        start, end = begin + float(operations.start_s[at]), begin + float(operations.end_s[at])
+        name = f"{_NAMES[direction]} micro-batch {number}"
+        if start > before:
+            yield Span("wait", "wait", before, start - before, rank, track)
+        clock = start
+        exposed = (
+            (parts.compute_s, _NAMES[direction]),
+            (parts.communication_s, "communication"),
+            (parts.copy_s, "copy"),
+        )
+        for table, category in exposed:
+            duration = min(float(table[at]), end - clock)
+            if duration > 0:
+                yield Span(name, category, clock, duration, rank, track)
+                clock += duration
+        if end > clock:
+            yield Span("wait for gang", "wait", clock, end - clock, rank, track)
+        copy_track = f"{track} {'d2h' if direction == FORWARD else 'h2d'}"
+        for table, kind, where in ((parts.transfer_s, "p2p", f"{track} p2p"), (parts.copying_s, "offload", copy_track)):
+            duration = min(float(table[at]), end - start)
+            if duration > 0:
+                yield Span(name, kind, start, duration, rank, where)
+        before = end
+
+
+def _closing(step: SimulatedStep, rank: int, track: str, last_end: float) -> Iterator[Span]:
+    extra = step.overheads
+    clock = extra.gather_s + step.makespan_s
+    if clock > last_end:
+        yield Span("wait", "wait", last_end, clock - last_end, rank, track)
+    closing = (("reduce gradients", extra.reduce_s), ("update", extra.update_s), ("input", step.exposed_input_s))
+    for name, duration in closing:
+        if duration > 0:
+            yield Span(name, name.split()[0], clock, duration, rank, track)
+            clock += duration
