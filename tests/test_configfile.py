@@ -87,7 +87,6 @@ def test_defaults_and_types(tmp_path: Path) -> None:
         ("--plan.offload 0.25", "plan.offload", 0.25),
         ("--run.dir 2024", "run.dir", "2024"),
         ("--run.dir true", "run.dir", "true"),
-        ("--run.dir=", "run.dir", ""),
         ("--run.dir=a=b", "run.dir", "a=b"),
         (["--run.dir", '"quoted name"'], "run.dir", "quoted name"),
         (["--run.dir", "two words"], "run.dir", "two words"),
@@ -163,6 +162,15 @@ def test_the_last_choice_of_a_model_wins(tmp_path: Path, arguments: str, expecte
         (MINIMAL, "--run.save_model maybe", 'run.save_model must be true or false, not the string "maybe"'),
         (MINIMAL, "--steps 3", "unknown option --steps; a configuration key is written --section.key value"),
         (MINIMAL, "--train. 3", "unknown option --train."),
+        (MINIMAL, "--run.dir=", "run.dir is empty; leave it out or give a value"),
+        (MINIMAL + '[run]\ndir = "a\\u0000b"', "", "run.dir holds a null character"),
+        (MINIMAL, f"--plan.tokens_per_rank {2**63}", "plan.tokens_per_rank = 9223372036854775808 does not fit in 64"),
+        (MINIMAL, "--train.compute_threads 0", "train.compute_threads = 0; it must be at least 1"),
+        (MINIMAL, "--train.min_lr_ratio 1.5", "train.min_lr_ratio = 1.5; it lies in 0..1"),
+        (MINIMAL, "--train.weight_decay -0.1", "train.weight_decay = -0.1; it must be at least 0"),
+        (MINIMAL, "--train.beta1 1", "train.beta1 = 1.0; it must be at least 0 and below 1"),
+        (MINIMAL, "--train.beta2 -0.1", "train.beta2 = -0.1; it must be at least 0 and below 1"),
+        (MINIMAL, "--run.comm_timeout_s 1e300", "run.comm_timeout_s = 1e+300; it must be above 0 and at most 2,592,000"),
         (MINIMAL, ["--run.dir", "a\udcff"], "--run.dir: the value is not valid UTF-8"),
     ],
 )
@@ -200,7 +208,7 @@ TOML_VALUES = st.recursive(
 
 @given(
     table=st.dictionaries(TEXT, TOML_VALUES, max_size=5),
-    directory=TEXT,
+    directory=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20),
     lr=st.floats(1e-12, 1e3),
     offload=st.sampled_from(["auto", "off"]) | st.floats(0, 1),
     sizes=st.tuples(st.integers(1, 2**40), st.integers(1, 64) | st.none()),

@@ -15,10 +15,17 @@ Overlong = Literal["split", "drop", "error"]
 DType = Literal["float32", "bfloat16"]
 Checkpointing = Literal["none", "full"]
 
+MAX_COMM_TIMEOUT_S = 30 * 24 * 3600
+"""Far above any real wait, and within what the communication libraries can count."""
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
+
+
+def _require_at_least(key: str, value: float | None, least: int) -> None:
+    _require(value is None or value >= least, f"{key} = {value}; it must be at least {least}")
 
 
 def _require_choice(key: str, value: str, choices: Any) -> None:
@@ -77,7 +84,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require_choice("data.source", self.source, Source)
         _require_choice("data.overlong", self.overlong, Overlong)
-        _require(self.max_context >= 2, f"data.max_context = {self.max_context}; it must be at least 2")
+        _require_at_least("data.max_context", self.max_context, 2)
         _require(
             self.source == "python-stdlib" or self.path is not None, f'data.source = "{self.source}" needs data.path'
         )
@@ -106,8 +113,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("pp_size", "tp_size", "hdp_size"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"parallel.{name} = {value}; it must be at least 1")
+            _require_at_least(f"parallel.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class PlanConfig:
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        _require(self.tokens_per_rank >= 1, f"plan.tokens_per_rank = {self.tokens_per_rank}; it must be at least 1")
+        _require_at_least("plan.tokens_per_rank", self.tokens_per_rank, 1)
         if isinstance(self.offload, str):
             _require(
                 self.offload in ("auto", "off"), f"plan.offload = {self.offload!r}; it is auto, off or a number in 0..1"
@@ -165,11 +171,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_choice("train.dtype", self.dtype, DType)
         _require_choice("train.activation_checkpointing", self.activation_checkpointing, Checkpointing)
-        _require(self.steps >= 1, f"train.steps = {self.steps}; it must be at least 1")
+        for name in ("steps", "compute_threads"):
+            _require_at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("warmup_steps", "weight_decay", "grad_clip", "seed"):
+            _require_at_least(f"train.{name}", getattr(self, name), 0)
         _require(self.lr > 0, f"train.lr = {self.lr}; it must be above 0")
-        _require(self.warmup_steps >= 0, f"train.warmup_steps = {self.warmup_steps}; it must be at least 0")
-        _require(self.grad_clip >= 0, f"train.grad_clip = {self.grad_clip}; it must be at least 0")
-        _require(self.seed >= 0, f"train.seed = {self.seed}; it must be at least 0")
+        _require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio = {self.min_lr_ratio}; it lies in 0..1")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"train.{name} = {value}; it must be at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -187,7 +197,10 @@ class RunConfig:
     comm_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _require(self.comm_timeout_s > 0, f"run.comm_timeout_s = {self.comm_timeout_s}; it must be above 0")
+        _require(
+            0 < self.comm_timeout_s <= MAX_COMM_TIMEOUT_S,
+            f"run.comm_timeout_s = {self.comm_timeout_s}; it must be above 0 and at most {MAX_COMM_TIMEOUT_S:,} (a month)",
+        )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from bytescale.errors import UserError, nearest
 from bytescale.planfile import write_text_atomically
 
 _EXCLUSIVE = {"model": ("preset", "path", "config"), "batch": ("tokens", "sequences")}
+_INTEGER_LIMIT = 1 << 63
 _EXPECTED = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", dict: "a table"}
 
 
@@ -216,6 +217,11 @@ def _choices(hint: Any) -> tuple[type, ...]:
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:
     choices = _choices(hint)
+    if type(value) is int and not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
+        raise UserError(f"{name} = {value} does not fit in 64 bits")
+    if isinstance(value, str) and (not value or "\0" in value):
+        # Every string here is a name, a path or a choice; an empty path would mean the working directory.
+        raise UserError(f"{name} holds a null character" if value else f"{name} is empty; leave it out or give a value")
     if type(value) in choices and not (isinstance(value, float) and not math.isfinite(value)):
         return value
     if float in choices and type(value) is int:
