@@ -199,7 +199,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _require(
             0 < self.comm_timeout_s <= MAX_COMM_TIMEOUT_S,
-            f"run.comm_timeout_s = {self.comm_timeout_s}; it must be above 0 and at most {MAX_COMM_TIMEOUT_S:,} (a month)",
+            f"run.comm_timeout_s = {self.comm_timeout_s}; it must be above 0 and at most {MAX_COMM_TIMEOUT_S}",
         )
 
 
