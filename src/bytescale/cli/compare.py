@@ -23,7 +23,8 @@ _MEANS = ("step_time_s", "gap", "imbalance", "idle_share", "degree_1_share", "at
 def compare(strategies: str, num_batches: int, as_json: bool, **options: Any) -> None:
     """Plan the same batches with several strategies. Speedups are over the first strategy of the list.
 
-    Every plan is validated before it is counted. A strategy that cannot plan a batch is shown with its reason.
+    Every plan is validated before it is counted. A strategy that cannot plan a batch is shown with its reason. best may
+    return any other strategy's plan here, block plans included.
     """
     names = [name.strip() for name in strategies.split(",") if name.strip()]
     for name in names:
@@ -58,7 +59,7 @@ def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
     origins: dict[str, int] = {}
     for lengths in drawn:
         try:
-            made, origin = plan_with_origin(lengths, name, **asked.arguments())
+            made, origin = plan_with_origin(lengths, name, **asked.arguments(allow_blocks=True))
         except UserError as error:
             return {"strategy": name, "error": str(error), "note": ""}
         figures.append(plan_figures(made, validate(made), asked.cost, tp_size=asked.tp_size, origin=origin))

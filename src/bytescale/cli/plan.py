@@ -24,6 +24,7 @@ _STRATEGY_HELP = "How to place: " + ", ".join(STRATEGIES) + "."
 @click.option("--out", type=click.Path(path_type=Path), help="Write the plan file here.")
 @click.option("--check", type=click.Path(path_type=Path), help="Validate this plan file and do nothing else.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw ranks by time here (.png, .svg).")
+@click.option("--allow-blocks", is_flag=True, help="Let best return a block plan, which train cannot run.")
 @click.option("--explain", is_flag=True, help="Say why the longest sequences got their degree.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")
 def plan(
@@ -31,6 +32,7 @@ def plan(
     out: Path | None,
     check: Path | None,
     plot: Path | None,
+    allow_blocks: bool,
     explain: bool,
     as_json: bool,
     **options: Any,
@@ -44,7 +46,7 @@ def plan(
         return
     asked = request(**options)
     lengths = asked.batches(1)[0]
-    made, origin = plan_with_origin(lengths, strategy, **asked.arguments())
+    made, origin = plan_with_origin(lengths, strategy, **asked.arguments(allow_blocks=allow_blocks))
     report = validate(made)
     figures = plan_figures(made, report, asked.cost, tp_size=asked.tp_size, origin=origin)
     step = explain_step(made, asked.cost)

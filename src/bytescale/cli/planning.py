@@ -66,7 +66,7 @@ class Request:
         drawn = batches(self.source, num, self.seed, tokens=self.batch_tokens, sequences=self.batch_sequences)
         return list(drawn)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, *, allow_blocks: bool) -> dict[str, Any]:
         """Keyword arguments of `bytescale.planner.plan`."""
         return {
             "hdp_size": self.ranks,
@@ -77,7 +77,7 @@ class Request:
             "offload": self.offload,
             "seed": self.seed,
             "rank_speed": self.rank_speed,
-            "allow_blocks": True,
+            "allow_blocks": allow_blocks,
         }
 
 

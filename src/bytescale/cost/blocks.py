@@ -3,8 +3,9 @@
 The block [b, e) of a sequence covers the causal area a*(e^2 - b^2). Its keys arrive as blocks of w = e - b tokens and
 up to `MERGED_STAGES` of them run as one kernel; a kernel over q x k pairs counts as a causal block of edge sqrt(2*q*k),
 which gives it the same efficiency curve as a ring step. A rank fetches each token before its last block of a sequence
-once, those it holds itself excepted, at the inter-node link if any part of the sequence is on another node; what the
-attention of those blocks does not hide is added to the last of them.
+once, those it holds itself excepted, in rounds of that many blocks (latency and floor once a round), over the
+inter-node link if any part of the sequence is on another node; what the attention of those blocks does not hide is
+added to the last of them.
 
 Invariant: a sequence in one block costs exactly what it costs at cp_degree 1. Cost: O(n log n) in blocks.
 """
@@ -34,7 +35,10 @@ def block_times_s(plan: StepPlan, cost: CostModel) -> tuple[FloatArray, FloatArr
         total = direction.token_s * (end - begin) + causal_s
         if cost.has_communication:
             num_bytes = fetched * direction.transfer * cost.kv_bytes_per_token
-            fetch_s = np.where(crosses, cost.inter_node.time_s(num_bytes), cost.intra_node.time_s(num_bytes))
+            wire_s = num_bytes / np.where(crosses, cost.inter_node.bytes_per_s, cost.intra_node.bytes_per_s)
+            latency_s = np.where(crosses, cost.inter_node.latency_s, cost.intra_node.latency_s)
+            rounds = np.ceil(fetched / np.maximum(end - begin, 1.0) / MERGED_STAGES)
+            fetch_s = np.maximum(wire_s + rounds * latency_s, rounds * cost.ring_step_floor_s)
             hidden_s = np.bincount(group, weights=causal_s)[group]
             total = total + np.where(last & (fetched > 0), np.maximum(0.0, fetch_s - hidden_s), 0.0)
         times.append(total)

@@ -38,6 +38,7 @@ from bytescale.planner.micro_batches import plan_of_starts
 from bytescale.planner.moldable import Placement, multifit, random_search
 from bytescale.planner.pipeline import pipeline_candidates
 from bytescale.planner.problem import Problem
+from bytescale.planner.static import static_bound_s
 from bytescale.planner.timeline import place_gangs, place_gangs_in_gaps, place_singles
 
 IntArray = npt.NDArray[np.int64]
@@ -100,6 +101,8 @@ def plan_best(
     if step_s > bound * (1 + (GOOD_ENOUGH if small else FAR_FROM_BOUND)) or (small and problem.num_sequences <= 64):
         for name, make in rivals.items():
             try:
+                if name == "static" and problem.pp_size == 1 and static_bound_s(problem) >= step_s:
+                    continue  # its plans can have millions of pieces
                 rival = make(problem)
             except UserError:
                 continue
@@ -126,10 +129,18 @@ def _step_s(problem: Problem, candidate: StepPlan) -> float:
     return predict(candidate, problem.cost, rank_speed=problem.rank_speed).step_time_s
 
 
-def own_plans(problem: Problem, bound: float) -> list[StepPlan]:
-    """Our plan without a pipeline (with rank speeds: two, one of them for equal ranks with the ranks renamed)."""
-    placement = search(problem, bound)
-    plans = [_plan_of(problem, placement)]
+def own_plans(problem: Problem, goal: float) -> list[StepPlan]:
+    """Our plans without a pipeline, to choose from.
+
+    With offloading to choose, also the plan without it; with rank speeds, also the plan for equal ranks with the ranks
+    renamed, so that the most loaded is the fastest.
+    """
+    plans = [_plan_of(problem, search(problem, goal))]
+    longest = int(problem.lengths.max())
+    fits_without = longest <= problem.tokens_per_rank * problem.hdp_size
+    if problem.offload == "auto" and fits_without and _step_s(problem, plans[0]) > goal * (1 + GOOD_ENOUGH):
+        kept = replace(problem, offload="off")
+        plans.append(_plan_of(kept, search(kept, goal)))
     if problem.rank_speed is not None:
         even = replace(problem, rank_speed=None)
         plans.append(_plan_of(problem, _rename_ranks(even, search(even, reachable_s(even)), problem.rank_speed)))

@@ -34,6 +34,9 @@ FloatArray = npt.NDArray[np.float64]
 OFFLOAD_CAP = 1.5
 """Most tokens of a rank under the paper's rule, as a multiple of C; beyond it fewer ranks lose more than they free."""
 
+LEAST_PIECE_TOKENS = 64
+"""Widening never makes pieces smaller than this: below it real kernels gain nothing, whatever coefficients say."""
+
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 
 BINDS_SHORT, BINDS_MEMORY, BINDS_COPY, BINDS_CAP, BINDS_RANKS = range(5)
@@ -231,7 +234,8 @@ def widen(problem: Problem, degree: IntArray, target_s: float, slack: float = 0.
     def time_at(d: IntArray) -> FloatArray:
         return stage_time_s(problem, s, d, ratio_at(problem, s, d))
 
-    fastest = _fastest_degree(time_at, low, problem.hdp_size)
+    widest = np.minimum(problem.hdp_size, np.maximum(low, s // LEAST_PIECE_TOKENS))
+    fastest = _fastest_degree(time_at, low, widest)
     goal = np.maximum(target_s, time_at(fastest) * (1 + slack))
     high = fastest.copy()
     while np.any(low < high):
@@ -244,12 +248,12 @@ def widen(problem: Problem, degree: IntArray, target_s: float, slack: float = 0.
     return widened
 
 
-def _fastest_degree(time_at: Callable[[IntArray], FloatArray], low: IntArray, hdp_size: int) -> IntArray:
+def _fastest_degree(time_at: Callable[[IntArray], FloatArray], low: IntArray, widest: IntArray) -> IntArray:
     """Degree of least time at or above `low`: time falls while compute hides transfers, then rises."""
-    left, right = low.copy(), np.full_like(low, hdp_size)
+    left, right = low.copy(), widest.copy()
     while np.any(left < right):
         middle = (left + right) // 2
-        falling = time_at(np.minimum(middle + 1, hdp_size)) < time_at(middle)
+        falling = time_at(np.minimum(middle + 1, widest)) < time_at(middle)
         left = np.where(falling & (left < right), np.minimum(middle + 1, right), left)
         right = np.where(falling, right, np.maximum(middle, left))
     return left

@@ -24,6 +24,8 @@ FloatArray = npt.NDArray[np.float64]
 _WIDER = ((1.0, 0), (1.0, 1), (1.0, 2), (1.25, 1), (1.5, 1), (2.0, 0), (3.0, 0), (4.0, 0))
 """Degrees tried for a sequence, as (factor, more) on the fewest ranks that meet the guess."""
 
+_MANY = 4
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -55,6 +57,9 @@ def degree_options(problem: Problem, least: IntArray, guess_s: float) -> tuple[I
     base = widen(problem, least, guess_s)
     degrees = np.stack([np.ceil(base * factor).astype(np.int64) + more for factor, more in _WIDER])
     legal = degrees <= problem.hdp_size
+    if problem.num_sequences >= _MANY * problem.hdp_size:
+        # With many sequences a rank the short ones fill holes whole; cutting them would only add traffic.
+        legal[1:, problem.lengths <= problem.tokens_per_rank] = False
     degrees = np.minimum(degrees, problem.hdp_size)
     lengths = np.broadcast_to(problem.lengths, degrees.shape)
     ratio = ratio_at(problem, lengths, degrees)

@@ -13,6 +13,7 @@ import numpy as np
 from bytescale.errors import UserError
 from bytescale.plan import StepPlan
 from bytescale.planner.assemble import plan_of_groups, spread
+from bytescale.planner.degree import group_time_s
 from bytescale.planner.pack import next_fit
 from bytescale.planner.problem import Problem
 
@@ -35,6 +36,20 @@ def static_degree(problem: Problem) -> int:
             f"{problem.context} tokens; {ranks} exist: raise tokens_per_rank, or use more ranks or offload"
         )
     return fitting[0]
+
+
+def static_bound_s(problem: Problem) -> float:
+    """Step time of `plan_static` without a pipeline, in O(n); a lower bound where a group straddles nodes.
+
+    Groups never share ranks, so the step is the largest sum of pack times.
+    """
+    degree = static_degree(problem)
+    pack = next_fit(-(-problem.lengths // degree), problem.fixed_capacity)
+    degrees = np.full(int(pack.max()) + 1, degree, dtype=np.int64)
+    time_s = group_time_s(problem, problem.lengths, pack, degrees, problem.fixed_ratio)
+    group = np.arange(len(time_s)) % (problem.hdp_size // degree)
+    slowest = 1.0 if problem.rank_speed is None else float(problem.rank_speed.max())
+    return float(np.bincount(group, weights=time_s).max()) / slowest
 
 
 def plan_static(problem: Problem) -> StepPlan:

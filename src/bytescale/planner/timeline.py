@@ -50,18 +50,20 @@ def place_gangs(degree: IntArray, time_s: FloatArray, hdp_size: int, speed: Floa
     done = 0
     while done < len(order):
         batch = order[done : done + hdp_size]
-        by_load = np.argsort(ready, kind="stable")
-        load = ready[by_load]
+        # A slow rank counts as loaded by what the members of the longest gang of the batch would wait for it.
+        handicap = 0.0 if speed is None else time_s[batch[0]] * degree[batch[0]] * (1 / speed - 1 / speed.max())
+        by_load = np.argsort(ready + handicap, kind="stable")
+        score, load = (ready + handicap)[by_load], ready[by_load]
         end = np.cumsum(degree[batch])
         batch = batch[: int(np.searchsorted(end, hdp_size, side="right"))]
         end = end[: len(batch)]
-        begin = load[end - 1]
-        finish = begin + time_s[batch]
-        late = np.flatnonzero(begin[1:] > np.minimum.accumulate(finish)[:-1])
-        if len(late):
-            batch = batch[: int(late[0]) + 1]
-        count = len(batch)
-        begin, size = begin[:count], degree[batch]
+        begin = np.maximum.accumulate(load)[end - 1]
+        size = degree[batch]
+        lasting = _gang_time_s(time_s[batch], size, by_load, speed)
+        # The next gang must not start later than it could behind the gangs just placed.
+        late = np.flatnonzero(score[end - 1][1:] > np.minimum.accumulate(begin + lasting)[:-1])
+        count = int(late[0]) + 1 if len(late) else len(batch)
+        batch, begin, size, lasting = batch[:count], begin[:count], size[:count], lasting[:count]
         member_gang = np.repeat(np.arange(count), size)
         members = by_load[: len(member_gang)]
         offset = np.arange(len(members)) - (np.cumsum(size) - size)[member_gang]
@@ -69,12 +71,16 @@ def place_gangs(degree: IntArray, time_s: FloatArray, hdp_size: int, speed: Floa
         start_s[batch] = begin
         waits = begin[member_gang] > ready[members]
         gap_parts.append((members[waits], ready[members[waits]], begin[member_gang[waits]]))
-        lasting = time_s[batch]
-        if speed is not None:
-            lasting = lasting / np.minimum.reduceat(speed[members], np.cumsum(size) - size)
         ready[members] = (begin + lasting)[member_gang]
         done += count
     return GangTimeline(start_s, ranks, ready, *_joined(gap_parts))
+
+
+def _gang_time_s(time_s: FloatArray, size: IntArray, members: IntArray, speed: FloatArray | None) -> FloatArray:
+    """Times of gangs on consecutive `members`: each runs at the pace of its slowest rank."""
+    if speed is None:
+        return time_s
+    return np.asarray(time_s / np.minimum.reduceat(speed[members], np.cumsum(size) - size), np.float64)
 
 
 def _joined(parts: list[tuple[IntArray, FloatArray, FloatArray]]) -> tuple[IntArray, FloatArray, FloatArray]:
@@ -176,7 +182,8 @@ def fill_rooms(time_s: FloatArray, room_s: FloatArray, speed: FloatArray | None 
     done = 0
     while done < len(order):
         batch = order[done : done + len(room)]
-        by_room = np.argsort(-room, kind="stable")[: len(batch)]
+        handicap = 0.0 if speed is None else time_s[batch[0]] / speed
+        by_room = np.argsort(handicap - room, kind="stable")[: len(batch)]
         before = room[by_room]
         taken = time_s[batch] if speed is None else time_s[batch] / speed[by_room]
         after = before - taken

@@ -1,0 +1,223 @@
+"""What the planner costs and how good its plans are: speed, the comparison table, real lengths, alternatives.
+
+    python -m benchmarks.planner speed          # p50, p99 and memory of planning
+    python -m benchmarks.planner table          # log-normal lengths, dense FLOPs: idle share, degree 1, step / bound
+    python -m benchmarks.planner real           # real and generated lengths, 32M tokens, cluster `paper`
+    python -m benchmarks.planner alternatives   # choices the paper leaves open in hdp-balance, offloading on and off
+
+Each finishes in a minute or two on two cores and prints Markdown. Times are wall times of one process.
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale.cost import CostModel, dense_flops, predict, preset_cost
+from bytescale.lengths import batches, length_source
+from bytescale.plan import StepPlan
+from bytescale.planner import plan_with_origin
+from bytescale.planner.explain import explain_step
+from bytescale.validate import validate
+
+IntArray = npt.NDArray[np.int64]
+CAPACITY = 8192
+SPEED_CASES = ((512, 64, 200), (16_384, 4_096, 5), (100_000, 16_384, 3))
+TABLE_RANKS, TABLE_SEQUENCES, TABLE_MEANS = (64, 512, 4096), (512, 4096, 16384), (2048, 8192)
+REAL_SOURCES = ("wikipedia", "wlb", "magiattention", "github", "byted")
+
+
+def lognormal(num: int, mean: float, seed: int = 0) -> IntArray:
+    """Log-normal lengths, sigma 1.2, clipped to [16, 131072]."""
+    rng = np.random.default_rng(seed)
+    return np.clip(rng.lognormal(np.log(mean) - 0.72, 1.2, num).astype(np.int64), 16, 131072)
+
+
+def timed(lengths: IntArray, strategy: str, ranks: int, cost: CostModel, offload: str) -> tuple[StepPlan, str, float]:
+    """A plan, the strategy that made it, and its wall time."""
+    begin = time.perf_counter()
+    made, origin = plan_with_origin(
+        lengths, strategy, hdp_size=ranks, tokens_per_rank=CAPACITY, cost=cost, offload=offload, allow_blocks=True
+    )
+    return made, origin, time.perf_counter() - begin
+
+
+def idle_share(made: StepPlan) -> float:
+    """1 - work / (ranks * step)."""
+    assert made.predicted is not None
+    return 1 - float(made.predicted.rank_time_s.sum()) / (made.hdp_size * made.predicted.step_time_s)
+
+
+def gap(made: StepPlan) -> float:
+    """Step / lower bound."""
+    assert made.predicted is not None
+    return made.predicted.step_time_s / made.predicted.lower_bound_s
+
+
+def header(*names: str) -> None:
+    """The first two lines of a Markdown table."""
+    print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}")
+
+
+def speed() -> None:
+    """Median and 99th percentile over seeds and both means; peak memory of a process of its own."""
+    header("strategy", "sequences", "ranks", "cost", "plans", "median ms", "p99 ms", "worst gap", "memory MiB")
+    costs = {"dense-flops": dense_flops(), "paper": preset_cost("llama-7b", "paper"), "h100": preset_cost()}
+    for strategy in ("best", "hdp-balance"):
+        for num, ranks, repeats in SPEED_CASES:
+            for name, cost in costs.items():
+                times, gaps = [], []
+                for seed in range(repeats):
+                    for mean in TABLE_MEANS:
+                        made, _, elapsed = timed(lognormal(num, mean, seed), strategy, ranks, cost, "off")
+                        times.append(1e3 * elapsed)
+                        gaps.append(gap(made))
+                memory = memory_mib(strategy, num, ranks) if name == "paper" else "-"
+                print(
+                    f"| {strategy} | {num} | {ranks} | {name} | {len(times)} | {np.median(times):.0f} | "
+                    f"{np.percentile(times, 99):.0f} | {max(gaps):.4f} | {memory} |",
+                    flush=True,
+                )
+
+
+def memory_mib(strategy: str, num: int, ranks: int) -> str:
+    """Peak resident memory of a fresh process that makes one plan, in MiB."""
+    command = [sys.executable, "-m", "benchmarks.planner", "memory", strategy, str(num), str(ranks)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def memory(strategy: str, num: int, ranks: int) -> None:
+    """One plan; prints this process's peak resident memory."""
+    timed(lognormal(num, 8192), strategy, ranks, preset_cost("llama-7b", "paper"), "off")
+    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}")
+
+
+def table(strategy: str) -> None:
+    """The rows of the published comparison, and step / bound of the same lengths under the `paper` cost."""
+    print(
+        "| ranks | sequences | mean | plan ms | idle | up to C at degree 1 | step / bound | made by | paper: step / bound |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for ranks in TABLE_RANKS:
+        for num in TABLE_SEQUENCES:
+            for mean in TABLE_MEANS:
+                lengths = lognormal(num, mean)
+                made, origin, elapsed = timed(lengths, strategy, ranks, dense_flops(), "off")
+                validate(made)
+                short = made.sequence_degrees()[lengths <= CAPACITY] == 1
+                paper, paper_origin, _ = timed(lengths, strategy, ranks, preset_cost("llama-7b", "paper"), "off")
+                print(
+                    f"| {ranks} | {num} | {mean} | {1e3 * elapsed:.0f} | {idle_share(made):.2%} | {short.mean():.1%} | "
+                    f"{gap(made):.4f} | {origin} | {gap(paper):.4f} ({paper_origin}) |",
+                    flush=True,
+                )
+
+
+def real(strategy: str, num_batches: int) -> None:
+    """32M tokens on 64, 256 and 1,024 ranks, offloading chosen; 64 ranks: lengths cut at 524,288."""
+    cost = preset_cost("llama-7b", "paper")
+    print(
+        "| lengths | ranks | sequences | longest | step / bound, mean | worst | imbalance | plan ms | bound by | made by |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    origins: Counter[str] = Counter()
+    for source in REAL_SOURCES:
+        for ranks in (64, 256, 1024):
+            gaps, imbalances, times, bounds = [], [], [], []
+            here: Counter[str] = Counter()
+            for lengths in batches(length_source(source), num_batches, 0, tokens=32 * 2**20):
+                cut = np.minimum(lengths, 524_288) if ranks == 64 else lengths
+                made, origin, elapsed = timed(cut, strategy, ranks, cost, "auto")
+                validate(made)
+                assert made.predicted is not None
+                gaps.append(gap(made))
+                imbalances.append(made.predicted.imbalance)
+                times.append(1e3 * elapsed)
+                here[origin] += 1
+                step = explain_step(made, cost)
+                bounds.append("work" if step.bound_by == "work" else f"sequence of {step.longest_length}")
+            origins += here
+            print(
+                f"| {source} | {ranks} | {len(cut)} | {cut.max()} | {np.mean(gaps):.4f} | {max(gaps):.4f} | "
+                f"{max(imbalances):.4f} | {np.median(times):.0f} | {', '.join(sorted(set(bounds)))} | "
+                f"{', '.join(f'{n} {o}' for o, n in here.items())} |",
+                flush=True,
+            )
+    print(f"\nPlans by origin: {dict(origins)}")
+
+
+def alternatives() -> None:
+    """`hdp-balance` under other numbers of buckets and deltas, and the paper's offloading rule."""
+    from bytescale.planner.balance import balance_units
+    from bytescale.planner.degree import paper_degrees, stage_time_s
+    from bytescale.planner.problem import make_problem
+
+    cost = preset_cost("llama-7b", "paper")
+    header("lengths", "ranks", "buckets", "delta", "step / bound")
+    for source, ranks in (("github", 256), ("byted", 256), ("wikipedia", 256)):
+        (lengths,) = batches(length_source(source), 1, 0, tokens=32 * 2**20)
+        asked = make_problem(lengths, hdp_size=ranks, tokens_per_rank=CAPACITY, cost=cost)
+        choice = paper_degrees(asked)
+        time_s = stage_time_s(asked, asked.lengths, choice.degree, choice.offload_ratio)
+        for buckets in (1, 8, 64):
+            for delta in (0.0, 0.5, 1.0, 2.0):
+                ranks_of, numbers = balance_units(choice.degree, time_s, asked, buckets, delta)
+                made = _plan_of_units(asked, choice.degree, choice.offload_ratio, ranks_of, numbers)
+                print(f"| {source} | {ranks} | {buckets} | {delta} | {gap(made):.4f} |", flush=True)
+    print()
+    header("lengths", "ranks", "strategy", "step, offload off s", "step, offload auto s")
+    for source, ranks in (("github", 512), ("byted", 512)):
+        (lengths,) = batches(length_source(source), 1, 0, tokens=32 * 2**20)
+        for strategy in ("hdp-naive", "hdp-balance", "best"):
+            steps = []
+            for offload in ("off", "auto"):
+                made, _, _ = timed(lengths, strategy, ranks, cost, offload)
+                assert made.predicted is not None
+                steps.append(made.predicted.step_time_s)
+            print(f"| {source} | {ranks} | {strategy} | {steps[0]:.2f} | {steps[1]:.2f} |", flush=True)
+
+
+def _plan_of_units(asked, degree, ratio, ranks, micro_batches):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    from bytescale.planner.assemble import plan_of_groups
+
+    made = plan_of_groups(
+        asked,
+        "hdp-balance",
+        sequence=np.arange(len(degree)),
+        degree=degree,
+        ranks=ranks,
+        micro_batches=micro_batches,
+        offload_ratio=ratio,
+    )
+    return replace(made, predicted=predict(made, asked.cost))
+
+
+def main() -> None:
+    """Parse the command line and run one part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("speed", "table", "real", "alternatives", "memory"))
+    parser.add_argument("arguments", nargs="*")
+    parser.add_argument("--strategy", default="best")
+    parser.add_argument("--batches", type=int, default=3)
+    chosen = parser.parse_args()
+    if chosen.part == "speed":
+        speed()
+    elif chosen.part == "memory":
+        memory(chosen.arguments[0], int(chosen.arguments[1]), int(chosen.arguments[2]))
+    elif chosen.part == "table":
+        table(chosen.strategy)
+    elif chosen.part == "real":
+        real(chosen.strategy, chosen.batches)
+    else:
+        alternatives()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The commands plan, lengths and compare, as a person calls them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from bytescale.cli.compare import compare
+from bytescale.cli.lengths import lengths
+from bytescale.cli.plan import plan
+from bytescale.errors import UserError
+from bytescale.planfile import read_plan
+from bytescale.planner import STRATEGIES
+from bytescale.validate import validate
+
+BATCH = ("--lengths", "wikipedia", "--batch-tokens", "256K", "--ranks", "8", "--seed", "1")
+
+
+def run(command: Any, *arguments: str) -> str:
+    result = CliRunner().invoke(command, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(command: Any, *arguments: str) -> str:
+    with pytest.raises(UserError) as caught:
+        run(command, *arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_json_is_one_value_with_prediction_and_table() -> None:
+    value = json.loads(run(plan, *BATCH, "--json"))
+    assert {"step_time_s", "lower_bound_s", "rank_time_s", "imbalance", "planning_time_s"} <= value.keys()
+    assert value["gap"] >= 1 - 1e-9
+    assert value["tokens"] == 256 * 1024
+    assert value["cost_source"] == "preset"
+    assert sum(value["cp_degree"].values()) == value["sequences"]
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_every_strategy_writes_a_plan_that_checks(strategy: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    run(plan, *BATCH, "--strategy", strategy, "--out", str(path))
+    validate(read_plan(path))
+    assert "valid" in run(plan, "--check", str(path))
+    assert json.loads(run(plan, "--check", str(path), "--json"))["valid"] is True
+
+
+def test_explain_and_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text = run(plan, *BATCH, "--explain", "--plot", str(tmp_path / "plan.png"))
+    assert "why" in text
+    assert "bounds the step" in text
+    run(plan, *BATCH[:-4], "--ranks", "100", "--pp-size", "2", "--plot", str(tmp_path / "wide.svg"))
+    run(lengths, "github", "--plot", str(tmp_path / "lengths.png"), "--batch-sequences", "1000")
+    assert all(p.stat().st_size > 1000 for p in tmp_path.iterdir())
+
+
+def test_a_file_is_one_batch(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[300, 6000, 50000]")
+    value = json.loads(run(plan, "--lengths", str(path), "--ranks", "8", "--json", "--explain"))
+    assert value["sequences"] == 3
+    assert [r["length"] for r in value["explain"]] == [50000, 6000, 300]
+
+
+def test_compare_shows_every_strategy() -> None:
+    rows = json.loads(run(compare, *BATCH, "--batches", "2", "--cluster", "paper", "--json"))
+    assert [row["strategy"] for row in rows] == list(STRATEGIES)
+    steps = {row["strategy"]: row["step_time_s"] for row in rows if not row["error"]}
+    assert steps["best"] <= min(steps.values()) * (1 + 1e-9)
+    text = run(compare, *BATCH, "--strategies", "static,best")
+    assert "static" in text
+    assert "hdp-naive" not in text
+
+
+def test_compare_says_why_a_strategy_has_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[70000, 100]")
+    text = run(compare, "--lengths", str(path), "--ranks", "8", "--strategies", "static,best")
+    assert "static: static needs 9 ranks" in text
+
+
+def test_lengths_figures(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("1000\n3000\n")
+    value = json.loads(run(lengths, str(path), "--above", "2000", "--json"))
+    assert value["tokens"] == 4000
+    assert value["above"][0] == {"length": 2000, "sequence_share": 0.5, "token_share": 0.75}
+    assert "histogram" in run(lengths, "byted")
+
+
+def test_rank_speeds(tmp_path: Path) -> None:
+    path = tmp_path / "speed.txt"
+    path.write_text("\n".join(["1.0"] * 4 + ["0.93"] * 4))
+    options = (*BATCH, "--rank-speed", str(path), "--cost", "dense-flops", "--json")
+    value = json.loads(run(plan, *options))
+    unaware = json.loads(run(plan, *options, "--strategy", "flexible-cp"))
+    assert value["gap"] < 1.01
+    assert value["step_time_s"] < unaware["step_time_s"]
+
+
+BAD = [
+    ([], "--lengths is missing"),
+    (["--lengths", "github", "--batch-tokens", "1M"], "--ranks is missing"),
+    ([*BATCH, "--strategy", "bst"], "did you mean 'best'"),
+    ([*BATCH, "--model", "llama-8b"], "unknown model"),
+    ([*BATCH, "--cluster", "h10"], "unknown cluster"),
+    ([*BATCH, "--cost", "dense"], "unknown --cost"),
+    ([*BATCH, "--offload", "1.5"], "ratio in 0..1"),
+    ([*BATCH, "--offload", "nan"], "ratio in 0..1"),
+    ([*BATCH, "--ranks", "0"], "--ranks is 0"),
+    ([*BATCH, "--pp-size", "33"], "33"),
+    ([*BATCH, "--tp-size", "3"], "tp_size is 3"),
+    ([*BATCH, "--batch-sequences", "5"], "not both"),
+    ([*BATCH, "--rank-speed", "/no/such"], "cannot read rank speeds"),
+    ([*BATCH, "--out", "/proc/nowhere/plan.json"], "cannot write plan"),
+    (["--check", "/no/such.json"], "cannot read plan"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD)
+def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
+    assert words in refused(plan, *arguments)
+
+
+@pytest.mark.parametrize("word", ["0", "-5", "x", "1.5", ""])
+def test_token_counts_are_checked(word: str) -> None:
+    result = CliRunner().invoke(plan, [*BATCH, "--tokens-per-rank", word])
+    assert result.exit_code == 2
+
+
+def test_broken_and_foreign_plan_files(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for text in ("", "[]", '{"format": "other"}', "\x00"):
+        path.write_text(text)
+        assert "plan" in refused(plan, "--check", str(path))
+    run(plan, *BATCH, "--out", str(path))
+    value = json.loads(path.read_text())
+    value["pieces"]["rank"][0] = 99
+    path.write_text(json.dumps(value))
+    assert "rank 99" in refused(plan, "--check", str(path))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([], "empty"),
+        ([0, 100], "sequence 0 has length 0"),
+        ([5, -1], "sequence 1 has length -1"),
+        ([1.5], "sequence 0 has length 1.5"),
+        ([1.0, float("nan")], "sequence 1 has length nan"),
+        (["a"], "integers"),
+        ([[1, 2], [3]], "flat list"),
+        (np.ones((2, 2)), "flat list"),
+        ([2**60], "no token count"),
+    ],
+)
+def test_bad_lengths_by_the_api(values: Any, words: str) -> None:
+    from bytescale.cost import preset_cost
+    from bytescale.planner import plan as make
+
+    with pytest.raises(UserError, match=words):
+        make(values, hdp_size=2, tokens_per_rank=8, cost=preset_cost())
