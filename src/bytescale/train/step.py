@@ -6,8 +6,9 @@ P2P happens there. Losses are sums over targets; `reduce` divides by the targets
 
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from bytescale.runtime.attention import AttentionContext
 from bytescale.runtime.comm import collective
 from bytescale.runtime.kernels import AttentionKernel
 from bytescale.runtime.model import LossModel
+from bytescale.runtime.offload import Offloader, OffloadReport
 from bytescale.runtime.rings import attention_layouts, local_layout
 from bytescale.runtime.states import gather, reduce
 from bytescale.trace import Span
@@ -34,6 +36,7 @@ class StepResult:
         busy_s: compute phase without waiting for other ranks.
         wait_s: time in the compute phase that receives were waited for.
         bytes_sent: by attention.
+        offload: what was offloaded.
         spans: timeline, seconds as `time.perf_counter` counts them.
     """
 
@@ -42,6 +45,7 @@ class StepResult:
     wait_s: float
     bytes_sent: int
     spans: tuple[Span, ...]
+    offload: OffloadReport = field(default_factory=OffloadReport)
 
 
 class _Timeline:
@@ -61,10 +65,13 @@ class _Timeline:
         return self.mark_s - begin_s
 
 
-def run_step(model: LossModel, kernel: AttentionKernel, world: World, data: StepData) -> StepResult:
+def run_step(
+    model: LossModel, kernel: AttentionKernel, world: World, data: StepData, offloader: Offloader | None = None
+) -> StepResult:
     """Forward and backward of one global batch; afterwards gradients are reduced shards of the target mean.
 
-    A collective: every rank calls it for every step, with or without work.
+    A collective: every rank calls it for every step, with or without work. `offloader` moves away what the plan says;
+    without one everything stays, whatever the plan says.
 
     Raises:
         CommunicationError: a peer is gone, late, or has another plan.
@@ -75,27 +82,56 @@ def run_step(model: LossModel, kernel: AttentionKernel, world: World, data: Step
     with collective(world.rank, f"step {data.step}: gathering the parameters"):
         check_same_plan(world, data)
         gather(model)
+    if offloader is not None:
+        offloader.begin_step()
     timeline.lap("gather", "gather")
     contexts = [AttentionContext(layout, kernel, comm) for layout in attention_layouts(data.plan, world.rank)]
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     begin_s = time.perf_counter()
-    for number, (micro_batch, context) in enumerate(zip(data.micro_batches, contexts, strict=True)):
+    leaving = _leaving(offloader, data.plan, world.rank)
+    for number, (micro_batch, context, leave) in enumerate(zip(data.micro_batches, contexts, leaving, strict=True)):
         if context.layout.num_tokens == 0:
             continue
-        loss = model(*_to_device(micro_batch, world.device), context)
+        with leave:
+            loss = model(*_to_device(micro_batch, world.device), context)
         timeline.lap(f"forward {number}", "forward")
         loss.backward()
         timeline.lap(f"backward {number}", "backward")
         loss_sum += loss.detach()
     busy_s = time.perf_counter() - begin_s
     comm.drain()
+    offloaded = offloader.end_step() if offloader is not None else OffloadReport()
     timeline.lap("drain", "wait")
     with collective(world.rank, f"step {data.step}: reducing the gradients"):
         reduce(model, AttentionContext(local_layout([1]), kernel, comm), data.batch.total_targets)
     timeline.lap("reduce", "reduce")
     waits = [Span(f"wait {w.what}", "wait", w.begin_s, w.duration_s, world.rank, track="kv wait") for w in comm.waits()]
     wait_s = sum(w.duration_s for w in waits)
-    return StepResult(float(loss_sum), busy_s - wait_s, wait_s, comm.bytes_sent, (*timeline.spans, *waits))
+    spans = (*timeline.spans, *waits, *_offload_spans(offloaded, world.rank))
+    return StepResult(float(loss_sum), busy_s - wait_s, wait_s, comm.bytes_sent, spans, offloaded)
+
+
+def _leaving(offloader: Offloader | None, plan: StepPlan, rank: int) -> Iterator[AbstractContextManager[None]]:
+    """What surrounds the forward of each micro-batch of `rank`."""
+    for rows in plan.micro_batch_rows(rank):
+        if offloader is None:
+            yield nullcontext()
+        else:
+            yield offloader.micro_batch(plan.pieces.tokens[rows].tolist(), plan.pieces.offload_ratio[rows].tolist())
+
+
+def _offload_spans(report: OffloadReport, rank: int) -> list[Span]:
+    """One track a direction, and one for the time that compute waited."""
+    spans = [
+        Span(
+            f"{copy.num_bytes / 2**20:.1f} MiB {copy.direction}", "offload", copy.begin_s, copy.duration_s, rank, track
+        )
+        for copy in report.copies
+        for track in (f"offload {copy.direction}",)
+    ]
+    return spans + [
+        Span("wait copy", "wait", begin_s, wait_s, rank, "offload wait") for begin_s, wait_s in report.waits
+    ]
 
 
 def _to_device(micro_batch: TokenMicroBatch, device: torch.device) -> Sequence[torch.Tensor]:
