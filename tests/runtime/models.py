@@ -13,7 +13,8 @@ from bytescale.layout import piece_positions
 from bytescale.plan import StepPlan
 from bytescale.runtime.comm import PeerToPeer
 from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.model import LossModel, build_decoder, load_config
+from bytescale.runtime.model import LossModel, build_decoder
+from bytescale.runtime.model_config import load_config
 from bytescale.runtime.states import full_gradients, shard_model
 from bytescale.train.step import StepResult, run_step
 from bytescale.train.world import World

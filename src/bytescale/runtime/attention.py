@@ -32,11 +32,19 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What attention needs to know of a micro-batch; goes through the model's forward as keyword argument `pieces`."""
+    """What attention needs to know of a micro-batch; goes through the model's forward as keyword argument `pieces`.
+
+    Attributes:
+        layout: what is exchanged and computed.
+        kernel: computes blocks.
+        comm: exchanges with other ranks.
+        max_context: longest sequence that is to come; a layer that asks for a shorter window is refused.
+    """
 
     layout: AttentionLayout
     kernel: AttentionKernel
     comm: PeerToPeer
+    max_context: int = 0
 
 
 def distributed_attention(

@@ -1,8 +1,9 @@
 """What a model may ask for: everything else is refused by name at start, never ignored.
 
-`check_config` reads the configuration and names the feature; `probe` then runs the built model on a few tokens against
-Hugging Face's own eager attention and head, which finds what no list of names knows. Cost of the probe: three forward
-passes of eight tokens.
+`check_config` reads the configuration and names the feature; `probe` then runs the built model on two short sequences
+in one pack, and compares with Hugging Face's own eager attention and head on each sequence alone. That finds what no
+list of names knows: another attention, tokens mixed outside attention (which neither packs nor pieces would survive),
+positions that are not those given. Cost of the probe: three forward passes of eight tokens.
 """
 
 from typing import Any
@@ -22,6 +23,14 @@ PROBE_TOLERANCE = 1e-3
 """Relative difference in fp32 above which eager and our attention do not compute the same."""
 
 
+def complaint(error: BaseException) -> str:
+    """The message of a library's exception as one short line; its type too where the message says little."""
+    text = " ".join(str(error).split())
+    if not text or isinstance(error, KeyError | AttributeError):
+        text = f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
 def _refuse(model_type: str, feature: str, way_out: str) -> None:
     raise UserError(f"model {model_type!r} asks for {feature}, which is not supported yet; {way_out}")
 
@@ -37,15 +46,20 @@ def check_config(config: Any, max_context: int) -> None:
         UserError: names the feature and the nearest fix.
     """
     name = config.model_type
+    null = 'set it to null ("null" in TOML) to train without'
 
     def value(key: str) -> Any:
         return getattr(config, key, None)
 
     if value("is_encoder_decoder"):
         _refuse(name, "an encoder", "choose a decoder-only model")
+    if config.get_text_config() is not config:
+        _refuse(name, "parts beside its text decoder", "choose a text-only model")
+    if value("quantization_config"):
+        _refuse(name, "quantised weights (quantization_config)", "choose a checkpoint in plain types")
     _check_layers(config, max_context)
     if value("attn_logit_softcapping"):
-        _refuse(name, "softcapped attention (attn_logit_softcapping)", "set it to null to train without")
+        _refuse(name, "softcapped attention (attn_logit_softcapping)", null)
     if value("attention_dropout"):
         _refuse(name, f"attention dropout {value('attention_dropout')}", "set attention_dropout = 0")
     rope = value("rope_parameters") or value("rope_scaling") or {}
@@ -54,7 +68,7 @@ def check_config(config: Any, max_context: int) -> None:
         if kind in POSITION_DEPENDENT_ROPE:
             _refuse(name, f"rotary type {kind!r}", "use default, linear, yarn or llama3")
     if value("final_logit_softcapping"):
-        _refuse(name, "softcapped logits (final_logit_softcapping)", "set it to null to train without")
+        _refuse(name, "softcapped logits (final_logit_softcapping)", null)
     for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
         if value(key) not in (None, 1, 1.0):
             _refuse(name, f"scaled logits ({key} = {value(key)})", f"set {key} = 1")
@@ -82,11 +96,19 @@ def _check_layers(config: Any, max_context: int) -> None:
         )
 
 
-def check_attention_call(query_BHTD: torch.Tensor, value_BGTD: torch.Tensor, options: dict[str, Any]) -> None:
+def check_attention_call(
+    query_BHTD: torch.Tensor, value_BGTD: torch.Tensor, options: dict[str, Any], max_context: int
+) -> None:
     """Refuse arguments of one attention call that change its result, whatever the configuration said."""
     for key, feature in (("softcap", "softcapping"), ("s_aux", "sinks"), ("position_bias", "a position bias")):
         if options.get(key) is not None:
-            raise UserError(f"the model asks for {feature} in its attention ({key}), which is not supported yet")
+            raise UserError(f"it asks for {feature} in its attention ({key}), which is not supported yet")
+    window = options.get("sliding_window")
+    if isinstance(window, int) and window < max_context:
+        raise UserError(
+            f"a layer asks for a window of {window} tokens, below data.max_context = {max_context}, which is not "
+            f"supported yet; lower max_context to {window}"
+        )
     if options.get("dropout"):
         raise UserError(f"attention dropout {options['dropout']} is not supported yet; set attention_dropout = 0")
     if query_BHTD.shape[-1] != value_BGTD.shape[-1]:
@@ -97,38 +119,56 @@ def check_attention_call(query_BHTD: torch.Tensor, value_BGTD: torch.Tensor, opt
 
 
 @torch.no_grad()
-def probe(decoder: Any) -> None:
-    """Compare the built model with what Hugging Face computes for it, on eight tokens.
+def probe(decoder: Any, max_context: int) -> None:
+    """Compare the built model with what Hugging Face computes for it, on two sequences of a few tokens.
 
     Args:
         decoder: the fp32 model on the CPU, registered attention active, before sharding.
+        max_context: longest sequence that is to come.
 
     Raises:
-        UserError: attention or head do something that would be ignored.
+        UserError: the configuration does not work, or attention or head do something that would be ignored.
     """
-    num_tokens = 8
-    position_ids = torch.arange(num_tokens)[None]
-    input_ids = position_ids % decoder.config.vocab_size
-    alone = AttentionContext(local_layout([num_tokens]), CpuKernel(), PeerToPeer(None, 1.0, torch.device("cpu")))
+    name = f"model {decoder.config.model_type!r}"
+    lengths = [min(5, max_context), min(3, max_context)]
+    position_ids = torch.cat([torch.arange(length) for length in lengths])
+    input_ids = torch.arange(sum(lengths)) % decoder.config.vocab_size
     was_training = decoder.training
     decoder.eval()
-    ours = decoder.base_model(
-        input_ids=input_ids, position_ids=position_ids, use_cache=False, pieces=alone
-    ).last_hidden_state
-    decoder.set_attn_implementation("eager")
-    reference = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, output_hidden_states=True)
-    decoder.set_attn_implementation("bytescale")
-    decoder.train(was_training)
-    hidden = reference.hidden_states[-1]
-    if not _close(ours, hidden):
-        raise UserError(
-            f"model {decoder.config.model_type!r} does something in its attention that is not supported yet: "
-            "its eager attention gives another result"
+    try:
+        # Their code on its own comes first: what fails there is the configuration's fault, not ours.
+        decoder.set_attn_implementation("eager")
+        try:
+            alone = [
+                decoder(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+                for ids in input_ids.split(lengths)
+            ]
+        except Exception as error:
+            raise UserError(f"{name} does not run as configured: {complaint(error)}") from None
+        decoder.set_attn_implementation("bytescale")
+        context = AttentionContext(
+            local_layout(lengths), CpuKernel(), PeerToPeer(None, 1.0, torch.device("cpu")), max_context
         )
-    if not _close(torch.nn.functional.linear(hidden, decoder.get_output_embeddings().weight), reference.logits):
+        try:
+            packed = decoder.base_model(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, pieces=context
+            ).last_hidden_state[0]
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+    finally:
+        decoder.set_attn_implementation("bytescale")
+        decoder.train(was_training)
+    hidden = torch.cat([output.hidden_states[-1][0] for output in alone])
+    logits = torch.cat([output.logits[0] for output in alone])
+    if not _close(packed, hidden):
         raise UserError(
-            f"model {decoder.config.model_type!r} does something in its head beyond a linear layer (bias, scaling or "
-            "softcapping), which is not supported yet"
+            f"{name} does something that is not supported yet: its layers give another result than with eager "
+            "attention on each sequence alone"
+        )
+    if not _close(torch.nn.functional.linear(hidden, decoder.get_output_embeddings().weight), logits):
+        raise UserError(
+            f"{name} does something in its head beyond a linear layer (bias, scaling or softcapping), which is not "
+            "supported yet"
         )
 
 

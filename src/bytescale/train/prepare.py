@@ -18,7 +18,7 @@ from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_da
 from bytescale.errors import UserError
 from bytescale.plan import StepPlan
 from bytescale.planner import plan
-from bytescale.runtime.model import load_config, model_shape
+from bytescale.runtime.model_config import load_config, model_shape
 
 IntArray = npt.NDArray[np.int64]
 Planner = Callable[[IntArray], StepPlan]

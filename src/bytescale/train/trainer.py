@@ -68,7 +68,7 @@ def run(config: Config) -> None:
 def build_model(config: Config, prepared: Prepared) -> LossModel:
     """The whole model in fp32 on the CPU, probed; equal on all ranks."""
     decoder = build_decoder(config.model, prepared.model_config, config.train.seed)
-    probe(decoder)
+    probe(decoder, config.data.max_context)
     decoder.train()
     if config.train.activation_checkpointing == "full":
         decoder.gradient_checkpointing_enable({"use_reentrant": False})
