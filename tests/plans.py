@@ -74,7 +74,12 @@ def valid_plans(
 
 
 def placed(
-    lengths: Sequence[int], placement: Sequence[Sequence[tuple[int, int]]], hdp_size: int, *, num_layers: int = 2
+    lengths: Sequence[int],
+    placement: Sequence[Sequence[tuple[int, int]]],
+    hdp_size: int,
+    *,
+    num_layers: int = 2,
+    pp_size: int = 1,
 ) -> StepPlan:
     """The plan in which sequence i lies on the (rank, micro_batch) pairs of `placement[i]`, in order of cp_index."""
     rows = [
@@ -88,6 +93,7 @@ def placed(
         hdp_size=hdp_size,
         tokens_per_rank=10**6,
         num_layers=num_layers,
+        pp_size=pp_size,
         lengths=lengths,
         **{name: [row[j] for row in rows] for j, name in enumerate(names)},
     )

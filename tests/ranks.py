@@ -21,12 +21,16 @@ PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.llama.modelin
 
 @dataclass
 class Ranks:
-    """What a test function gets: its rank, and two groups over the first `size` ranks."""
+    """What a test function gets: its rank, and two groups over the first `size` ranks.
+
+    `blocks[n]` are two groups over the n neighbours beside which this rank stands, as the ranks of one pipeline stage.
+    """
 
     rank: int
     size: int
     group: Any
     mesh_group: Any
+    blocks: dict[int, tuple[Any, Any]]
 
 
 def _worker(rank: int, store_path: str, connection: Any) -> None:
@@ -38,12 +42,19 @@ def _worker(rank: int, store_path: str, connection: Any) -> None:
     store = dist.FileStore(store_path, POOL_SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=POOL_SIZE)
     groups = {n: (dist.new_group(list(range(n))), dist.new_group(list(range(n)))) for n in range(1, POOL_SIZE + 1)}
+    blocks: dict[int, tuple[Any, Any]] = {}
+    for size in (1, 2, 3):
+        for begin in range(0, POOL_SIZE - size + 1, size):
+            members = list(range(begin, begin + size))
+            pair = dist.new_group(members), dist.new_group(members)
+            if rank in members:
+                blocks[size] = pair
     connection.send("ready")
     while (task := connection.recv()) is not None:
         size, seconds, function, args = task
         faulthandler.dump_traceback_later(seconds, exit=False)
         try:
-            connection.send((True, function(Ranks(rank, size, *groups[size]), *args)))
+            connection.send((True, function(Ranks(rank, size, *groups[size], blocks), *args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()

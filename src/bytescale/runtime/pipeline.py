@@ -14,6 +14,7 @@ Shapes: T rows of a micro-batch, E hidden size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -89,8 +90,7 @@ class _Stage:
 
     def run(self, on_operation: Lap) -> Tensor:
         order = one_f_one_b(len(self.micro_batches), self.position.pp_size, self.position.stage)
-        following = [*order[1:], None]
-        for (number, direction), then in zip(order, following, strict=True):
+        for (number, direction), then in zip_longest(order, order[1:]):
             # A micro-batch without tokens on this rank has nothing to compute and nothing to send, on every stage.
             if self.micro_batches[number].context.layout.num_tokens:
                 if direction == FORWARD:
