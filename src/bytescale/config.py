@@ -143,6 +143,27 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """Where offloaded activations go; whether anything is offloaded says `plan.offload`.
+
+    Attributes:
+        dir: directory of the offload file on machines without CUDA; None is `run.dir`.
+        limit_bytes: most bytes that one rank keeps there (with CUDA: in pinned host memory); None is half of what is
+            free at the start, shared by the ranks of the machine.
+        min_bytes: smaller tensors stay.
+    """
+
+    dir: str | None = None
+    limit_bytes: int | None = None
+    min_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        _require(self.dir is None or self.dir != "", "offload.dir is empty; leave it out to use run.dir")
+        _require_at_least("offload.limit_bytes", self.limit_bytes, 0)
+        _require_at_least("offload.min_bytes", self.min_bytes, 1)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Optimisation.
 
@@ -212,5 +233,6 @@ class Config:
     batch: BatchConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bytescale.plan import StepPlan
 from bytescale.runtime.kernels import CpuKernel
 from bytescale.runtime.model import LossModel
-from bytescale.runtime.offload import LeavingRows, Offloader, OffloadReport, leaving_rows, partition
-from bytescale.runtime.offload_tiers import DiskTier
+from bytescale.runtime.offload import Offloader, OffloadReport
+from bytescale.runtime.offload_disk import DiskTier
+from bytescale.runtime.offload_tiers import LeavingRows, leaving_rows, partition
 from bytescale.runtime.states import full_gradients, shard_model
 from bytescale.train.step import run_step
 from tests.plans import columns_of, placed, rebuilt

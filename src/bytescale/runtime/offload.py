@@ -18,7 +18,6 @@ Invariant: every tensor comes back bit for bit, so gradients equal those without
 the storage stays and is counted as declined. Cost: one Python call a saved tensor.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bytescale.runtime.model import LossModel
-from bytescale.runtime.offload_tiers import Copy, Partition, Range, Stash, Tier, trim_freed_memory
+from bytescale.runtime.offload_tiers import Copy, LeavingRows, Stash, Tier, leaving_rows, partition
 from bytescale.validate import NUM_RESIDENT_LAYERS
 
 Tensor = torch.Tensor
@@ -54,70 +53,6 @@ class OffloadReport:
     declined_bytes: int = 0
     copies: tuple[Copy, ...] = ()
     waits: tuple[tuple[float, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class LeavingRows:
-    """Which rows of a micro-batch of `num_tokens` leave: ascending, disjoint, not touching."""
-
-    num_tokens: int
-    rows: tuple[Range, ...]
-
-    @property
-    def share(self) -> float:
-        return sum(end - begin for begin, end in self.rows) / max(1, self.num_tokens)
-
-
-def leaving_rows(tokens: Sequence[int], offload_ratio: Sequence[float]) -> LeavingRows:
-    """The first ceil(r * n) rows of every piece, given in the order in which they lie in the micro-batch."""
-    rows: list[Range] = []
-    begin = 0
-    for num, ratio in zip(tokens, offload_ratio, strict=True):
-        # Rounded up, so that no more stays than the memory rule counts.
-        end = begin + math.ceil(float(ratio) * int(num) - 1e-9)
-        if rows and rows[-1][1] == begin and end > begin:
-            rows[-1] = (rows[-1][0], end)
-        elif end > begin:
-            rows.append((begin, end))
-        begin += int(num)
-    return LeavingRows(begin, tuple(rows))
-
-
-def partition(tensor: Tensor, leaving: LeavingRows) -> Partition:
-    """Which bytes of the storage of `tensor` leave.
-
-    The dimension of `num_tokens` entries cuts the storage into [outer, num_tokens, inner] whatever the order of the
-    dimensions; a storage without such a dimension gives its first bytes in the same share. Any cut is exact.
-    """
-    num_bytes = tensor.untyped_storage().nbytes()
-    num_tokens, rows, inner = leaving.num_tokens, leaving.rows, 0
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if size == num_tokens and stride > 0 and num_bytes % (size * stride * tensor.element_size()) == 0:
-            inner = stride * tensor.element_size()
-            break
-    if not inner:
-        return _partition([(0, int(leaving.share * num_bytes))], num_bytes)
-    slab = num_tokens * inner
-    slabs = range(0, num_bytes, slab)
-    return _partition([(at + begin * inner, at + end * inner) for at in slabs for begin, end in rows], num_bytes)
-
-
-def _partition(ranges: list[Range], num_bytes: int) -> Partition:
-    leaving: list[Range] = []
-    staying: list[Range] = []
-    done = 0
-    for begin, end in ranges:
-        if begin > done:
-            staying.append((done, begin))
-        if end > begin:
-            if leaving and leaving[-1][1] == begin:
-                leaving[-1] = (leaving[-1][0], end)
-            else:
-                leaving.append((begin, end))
-        done = max(done, end)
-    if done < num_bytes:
-        staying.append((done, num_bytes))
-    return Partition(tuple(leaving), tuple(staying))
 
 
 class Offloader:
@@ -174,16 +109,14 @@ class Offloader:
         if self._tier is None:
             return OffloadReport(declined_bytes=self._declined_bytes)
         copies = self._tier.copies()
-        waits = [(begin, self._tier.elapsed_s(begin, end)) for begin, end in self._waits]
-        if copies:
-            trim_freed_memory()
+        waits = [(self._tier.at_s(begin), self._tier.elapsed_s(begin, end)) for begin, end in self._waits]
         return OffloadReport(
             bytes_out=sum(c.num_bytes for c in copies if c.direction == "out"),
             bytes_in=sum(c.num_bytes for c in copies if c.direction == "in"),
             exposed_s=sum(duration_s for _, duration_s in waits),
             declined_bytes=self._declined_bytes,
             copies=tuple(copies),
-            waits=tuple((begin, duration) for begin, duration in waits if isinstance(begin, float)),
+            waits=tuple(waits),
         )
 
     def close(self) -> None:

@@ -1,46 +1,24 @@
-"""Where offloaded activations go: a nameless disk file without CUDA, pinned host memory with it.
+"""What leaves, and what every place for it can do: row ranges, byte ranges, the interface of a tier.
 
 A tier takes the bytes of a storage apart by a `Partition` (ranges that leave, ranges that stay), lets the caller drop
 the storage once the leaving bytes are out, and builds an equal storage when they are wanted back. One worker moves
 bytes out, another brings them in, so both directions run at once (paper, section 3.1); each is one track of the trace.
 
-Disk: `pwrite` from the storage itself and `pread` into the new one, without staging buffers; neither counts as resident
-memory. The file never has a name (or loses it right after opening), so nothing is left of it after any end of the
-process, kill -9 included. Its room is allocated before bytes are handed over, so a full disk shows when room is asked
-for. CUDA: one stream a direction, events, pinned buffers that are kept and reused.
-
 Invariants: bytes come back exactly; a tier without room, or whose write failed, says so and the storage stays: nothing
-but a failed read, which loses data, is an error. Cost: one copy of the leaving bytes each way, one of the staying ones.
+but a failed read, which loses data, is an error. Cost: one copy of the leaving bytes each way, one of the staying ones,
+which need storage of their own, since a view would keep all of it.
 """
 
-import contextlib
-import ctypes
-import os
-import tempfile
-import threading
-import time
-from bisect import insort
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
-
-from bytescale.errors import UserError
 
 Tensor = torch.Tensor
 Range = tuple[int, int]
 Direction = Literal["out", "in"]
-
-_PAGE = 4096
-_GROWTH_BYTES = 64 << 20
-"""Room is allocated in pieces of at least this size."""
-
-RELEASED_BYTES = 1 << 20
-"""Freed blocks of at least this size go back to the operating system at once, see `release_freed_memory`."""
 
 
 class OffloadError(RuntimeError):
@@ -108,6 +86,10 @@ class Tier(Protocol):
         """A point in time on the compute side, for `elapsed_s`."""
         ...
 
+    def at_s(self, mark: Any) -> float:
+        """A mark as `perf_counter` counts; on CUDA synchronise first."""
+        ...
+
     def elapsed_s(self, begin: Any, end: Any) -> float:
         """Seconds between two marks; on CUDA synchronise first."""
         ...
@@ -121,242 +103,65 @@ class Tier(Protocol):
         ...
 
 
-def release_freed_memory() -> None:
-    """Make glibc return freed blocks of `RELEASED_BYTES` to the operating system; elsewhere do nothing.
+@dataclass(frozen=True)
+class LeavingRows:
+    """Which rows of a micro-batch of `num_tokens` leave: ascending, disjoint, not touching."""
 
-    glibc keeps what is freed for reuse, so that resident memory would stay at its peak however much has left. The price
-    is that such blocks are zeroed by the kernel whenever they are allocated again, hence only where offloading is used.
+    num_tokens: int
+    rows: tuple[Range, ...]
+
+    @property
+    def share(self) -> float:
+        return sum(end - begin for begin, end in self.rows) / max(1, self.num_tokens)
+
+
+def leaving_rows(tokens: Sequence[int], offload_ratio: Sequence[float]) -> LeavingRows:
+    """The first ceil(r * n) rows of every piece, given in the order in which they lie in the micro-batch."""
+    rows: list[Range] = []
+    begin = 0
+    for num, ratio in zip(tokens, offload_ratio, strict=True):
+        # Rounded up, so that no more stays than the memory rule counts.
+        end = begin + math.ceil(float(ratio) * int(num) - 1e-9)
+        if rows and rows[-1][1] == begin and end > begin:
+            rows[-1] = (rows[-1][0], end)
+        elif end > begin:
+            rows.append((begin, end))
+        begin += int(num)
+    return LeavingRows(begin, tuple(rows))
+
+
+def partition(tensor: Tensor, leaving: LeavingRows) -> Partition:
+    """Which bytes of the storage of `tensor` leave.
+
+    The dimension of `num_tokens` entries cuts the storage into [outer, num_tokens, inner] whatever the order of the
+    dimensions; a storage without such a dimension gives its first bytes in the same share. Any cut is exact.
     """
-    m_mmap_threshold = -3
-    with contextlib.suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(m_mmap_threshold, RELEASED_BYTES)
-        libc.malloc_trim(0)
+    num_bytes = tensor.untyped_storage().nbytes()
+    num_tokens, rows, inner = leaving.num_tokens, leaving.rows, 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size == num_tokens and stride > 0 and num_bytes % (size * stride * tensor.element_size()) == 0:
+            inner = stride * tensor.element_size()
+            break
+    if not inner:
+        return _partition([(0, int(leaving.share * num_bytes))], num_bytes)
+    slab = num_tokens * inner
+    slabs = range(0, num_bytes, slab)
+    return _partition([(at + begin * inner, at + end * inner) for at in slabs for begin, end in rows], num_bytes)
 
 
-def trim_freed_memory() -> None:
-    """Return the free pages between small blocks to the operating system (glibc; elsewhere nothing)."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-class _Room:
-    """Which parts of the file are free: first fit, so that pages written before are written again."""
-
-    def __init__(self, descriptor: int, limit_bytes: int) -> None:
-        self._descriptor, self._limit_bytes = descriptor, limit_bytes
-        self._free: list[Range] = []
-        self._size = 0
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> int | None:
-        """Offset of `num_bytes` of allocated file, None when limit or disk do not allow that."""
-        num_bytes = _whole_pages(num_bytes)
-        with self._lock:
-            found = self._first_fit(num_bytes)
-            if found is None and self._grow(num_bytes):
-                found = self._first_fit(num_bytes)
-            return found
-
-    def give_back(self, offset: int, num_bytes: int) -> None:
-        with self._lock:
-            self._insert((offset, offset + _whole_pages(num_bytes)))
-
-    def _insert(self, part: Range) -> None:
-        insort(self._free, part)
-        merged: list[Range] = []
-        for begin, end in self._free:
-            if merged and merged[-1][1] == begin:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((begin, end))
-        self._free = merged
-
-    def _first_fit(self, num_bytes: int) -> int | None:
-        for i, (begin, end) in enumerate(self._free):
-            if end - begin >= num_bytes:
-                self._free[i : i + 1] = [(begin + num_bytes, end)] if end - begin > num_bytes else []
-                return begin
-        return None
-
-    def _grow(self, num_bytes: int) -> bool:
-        """Allocate more of the file: a comfortable piece, or just what is missing near the limit."""
-        tail = self._free[-1] if self._free and self._free[-1][1] == self._size else (self._size, self._size)
-        missing = num_bytes - (tail[1] - tail[0])
-        for growth in sorted({max(missing, _GROWTH_BYTES), missing}, reverse=True):
-            if self._size + growth > self._limit_bytes:
-                continue
-            try:
-                os.posix_fallocate(self._descriptor, self._size, growth)
-            except OSError:
-                continue
-            self._insert((self._size, self._size + growth))
-            self._size += growth
-            return True
-        return False
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE) * _PAGE
-
-
-class DiskTier:
-    """A nameless file in `directory` of at most `limit_bytes`, a thread that writes it and one that reads it."""
-
-    def __init__(self, directory: Path, limit_bytes: int) -> None:
-        """Open the file.
-
-        Raises:
-            UserError: the directory is missing or cannot be written.
-        """
-        self._descriptor = open_nameless(directory)
-        self._room = _Room(self._descriptor, limit_bytes)
-        self._out = ThreadPoolExecutor(1, "offload-out")
-        self._in = ThreadPoolExecutor(1, "offload-in")
-        self._copies: list[Copy] = []
-        self._jobs: list[Future[None]] = []
-        release_freed_memory()
-
-    def begin_step(self) -> None:
-        self._copies, self._jobs = [], []
-
-    def store(self, source: Tensor, partition: Partition) -> Stash | None:
-        offset = self._room.take(partition.leaving_bytes)
-        return None if offset is None else _DiskStash(self, source, partition, offset)
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_s(self, begin: float, end: float) -> float:
-        return end - begin
-
-    def copies(self) -> list[Copy]:
-        for job in self._jobs:
-            job.exception()
-        self._jobs = []
-        return list(self._copies)
-
-    def close(self) -> None:
-        self._out.shutdown()
-        self._in.shutdown()
-        os.close(self._descriptor)
-
-    def submit(self, direction: Direction, move: Callable[[], None], num_bytes: int) -> "Future[None]":
-        """Run `move` on the thread of `direction` and count it."""
-
-        def job() -> None:
-            begin_s = time.perf_counter()
-            move()
-            self._copies.append(Copy(direction, begin_s, time.perf_counter() - begin_s, num_bytes))
-
-        future = (self._out if direction == "out" else self._in).submit(job)
-        self._jobs.append(future)
-        return future
-
-    def write(self, source: np.ndarray, ranges: tuple[Range, ...], offset: int) -> None:
-        for begin, end in ranges:
-            view = memoryview(source[begin:end])
-            while len(view):
-                written = os.pwrite(self._descriptor, view, offset)
-                view, offset = view[written:], offset + written
-
-    def read(self, target: np.ndarray, ranges: tuple[Range, ...], offset: int) -> None:
-        for begin, end in ranges:
-            view = memoryview(target[begin:end])
-            while len(view):
-                num_read = os.preadv(self._descriptor, [view], offset)
-                if not num_read:
-                    raise OSError("the offload file ends early")
-                view, offset = view[num_read:], offset + num_read
-
-    def give_back(self, offset: int, num_bytes: int) -> None:
-        self._room.give_back(offset, num_bytes)
-
-
-def open_nameless(directory: Path) -> int:
-    """A file in `directory` that no directory lists, open for reading and writing.
-
-    Raises:
-        UserError: the directory is missing or cannot be written.
-    """
-    try:
-        if hasattr(os, "O_TMPFILE"):
-            with contextlib.suppress(OSError):  # not every file system knows it
-                return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        descriptor, name = tempfile.mkstemp(prefix=".offload-", dir=directory)
-        os.unlink(name)
-        return descriptor
-    except OSError as error:
-        raise UserError(f"offload.dir = {directory} cannot be written: {error.strerror}") from None
-
-
-class _DiskStash:
-    def __init__(self, tier: DiskTier, source: Tensor, partition: Partition, offset: int) -> None:
-        self._tier, self._partition, self._offset = tier, partition, offset
-        self._num_bytes = source.numel()
-        self._kept: np.ndarray | None = None
-        self._target: Tensor | None = None
-        self._reading: Future[None] | None = None
-        self._has_room = True
-        view = source.numpy()
-
-        def move() -> None:
-            tier.write(view, partition.leaving, offset)
-            self._kept = _gathered(view, partition.staying)
-
-        self._writing = tier.submit("out", move, partition.leaving_bytes)
-
-    def settle(self) -> bool:
-        failed = self._writing.exception() is not None
-        # The job's closure holds the storage; only its result is of interest from here on.
-        self._writing = Future()
-        self._writing.set_result(None)
-        return not failed
-
-    def recall(self) -> None:
-        if self._reading is not None:
-            return
-        target = torch.empty(self._num_bytes, dtype=torch.uint8)
-        view, partition = target.numpy(), self._partition
-
-        def move() -> None:
-            self._tier.read(view, partition.leaving, self._offset)
-            if self._kept is not None:
-                _scatter(self._kept, view, partition.staying)
-                self._kept = None
-            self._give_back()
-
-        self._target = target
-        self._reading = self._tier.submit("in", move, partition.leaving_bytes)
-
-    def take(self) -> Tensor:
-        self.recall()
-        assert self._reading is not None and self._target is not None
-        error = self._reading.exception()
-        if error is not None:
-            raise OffloadError(f"offloaded activations cannot be read back: {error}") from error
-        target, self._target = self._target, None
-        return target
-
-    def discard(self) -> None:
-        if self._reading is None:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        if self._has_room:
-            self._has_room = False
-            self._tier.give_back(self._offset, self._partition.leaving_bytes)
-
-
-def _gathered(view: np.ndarray, ranges: tuple[Range, ...]) -> np.ndarray | None:
-    """The ranges in storage of their own, None when there are none."""
-    if not ranges:
-        return None
-    return np.concatenate([view[begin:end] for begin, end in ranges])
-
-
-def _scatter(packed: np.ndarray, view: np.ndarray, ranges: tuple[Range, ...]) -> None:
+def _partition(ranges: list[Range], num_bytes: int) -> Partition:
+    leaving: list[Range] = []
+    staying: list[Range] = []
     done = 0
     for begin, end in ranges:
-        view[begin:end] = packed[done : done + end - begin]
-        done += end - begin
+        if begin > done:
+            staying.append((done, begin))
+        if end > begin:
+            if leaving and leaving[-1][1] == begin:
+                leaving[-1] = (leaving[-1][0], end)
+            else:
+                leaving.append((begin, end))
+        done = max(done, end)
+    if done < num_bytes:
+        staying.append((done, num_bytes))
+    return Partition(tuple(leaving), tuple(staying))

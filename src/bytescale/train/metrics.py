@@ -2,6 +2,7 @@
 
 Every rank contributes a row of numbers; rank 0 combines them. Names are fixed by contract; units are in them. `tokens`
 are targets, `tokens_per_s` counts input tokens, `imbalance` is measured compute, waiting excluded, maximum over mean.
+Offloaded bytes are sums over the ranks, `offload_exposed_s` is that of the rank which waited longest.
 """
 
 import json
@@ -35,6 +36,10 @@ class StepMetrics:
     peak_memory_bytes: int
     plan_time_s: float
     data_wait_s: float
+    offload_bytes_out: int
+    offload_bytes_in: int
+    offload_exposed_s: float
+    offload_declined_bytes: int
 
 
 def gather_metrics(
@@ -49,7 +54,10 @@ def gather_metrics(
 ) -> StepMetrics:
     """Combine the numbers of all ranks; a collective. Every rank gets the same line."""
     own = [result.loss_sum, result.busy_s, float(result.bytes_sent), float(peak_memory_bytes), data.data_wait_s]
-    loss_sum, busy_s, bytes_sent, peak, data_wait_s = world.all_gather_numbers(own).T
+    offload = result.offload
+    own += [float(offload.bytes_out), float(offload.bytes_in), offload.exposed_s, float(offload.declined_bytes)]
+    everyone = world.all_gather_numbers(own).T
+    loss_sum, busy_s, bytes_sent, peak, data_wait_s, bytes_out, bytes_in, exposed_s, declined = everyone
     counts = data.plan.num_micro_batches()
     return StepMetrics(
         step=data.step,
@@ -68,6 +76,10 @@ def gather_metrics(
         peak_memory_bytes=int(peak.max()),
         plan_time_s=data.plan_time_s,
         data_wait_s=float(data_wait_s.max()),
+        offload_bytes_out=int(bytes_out.sum()),
+        offload_bytes_in=int(bytes_in.sum()),
+        offload_exposed_s=float(exposed_s.max()),
+        offload_declined_bytes=int(declined.sum()),
     )
 
 

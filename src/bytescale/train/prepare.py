@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from bytescale.config import Config
 from bytescale.cost import ModelShape, attention_bytes, cluster_spec, cost_model
@@ -18,7 +19,9 @@ from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_da
 from bytescale.errors import UserError
 from bytescale.plan import StepPlan
 from bytescale.planner import plan
+from bytescale.planner.problem import capacity_tokens
 from bytescale.runtime.model_config import load_config, model_shape
+from bytescale.train.offloading import check_offloading
 
 IntArray = npt.NDArray[np.int64]
 Planner = Callable[[IntArray], StepPlan]
@@ -62,10 +65,11 @@ def prepare(config: Config, world_size: int) -> Prepared:
         make_planner(config, shape, world_size, config.plan.strategy),
         make_planner(config, shape, world_size, "static"),
     )
-    _check_fits(config, dataset, world_size)
+    _check_fits(config, dataset, shape.num_layers, world_size)
     # Finds what only the strategy knows, such as a context that no divisor of the ranks holds.
     prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]])
     _check_run_dir(Path(config.run.dir))
+    check_offloading(config)
     return prepared
 
 
@@ -73,13 +77,18 @@ def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str
     """The planner of this run: a pure function of the lengths, equal on all ranks."""
     cost = cost_model(shape, cluster_spec("h100"), recompute=config.train.activation_checkpointing == "full")
 
+    # Without measured copies a CPU offloads only what must be, see `bytescale.train.offloading`.
+    only_if_needed = config.plan.offload == "auto" and not torch.cuda.is_available()
+
     def planner(lengths: IntArray) -> StepPlan:
+        fits = int(lengths.max()) <= hdp_size * config.plan.tokens_per_rank
         return plan(
             lengths,
             strategy,
             hdp_size=hdp_size,
             tokens_per_rank=config.plan.tokens_per_rank,
             cost=cost,
+            offload="off" if only_if_needed and fits else config.plan.offload,
             context=config.data.max_context if strategy == "static" else None,
             seed=config.train.seed,
         )
@@ -101,23 +110,28 @@ def _check_supported(config: Config) -> None:
     for key in ("pp_size", "tp_size"):
         if getattr(config.parallel, key) != 1:
             raise UserError(f"parallel.{key} = {getattr(config.parallel, key)} cannot be run yet; leave it at 1")
-    if config.plan.offload not in ("auto", "off", 0, 0.0):
-        raise UserError(
-            f"plan.offload = {config.plan.offload}: activations cannot be offloaded yet; set it to 'auto' or 'off'"
-        )
     if config.plan.profile is not None:
         raise UserError("plan.profile: measured profiles cannot be used yet; leave it out")
 
 
-def _check_fits(config: Config, dataset: SequenceDataset, world_size: int) -> None:
+def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, world_size: int) -> None:
     longest = int(dataset.lengths.argmax())
-    length, capacity = int(dataset.lengths[longest]), config.plan.tokens_per_rank
+    length, ratio = int(dataset.lengths[longest]), config.plan.offload
+    if isinstance(ratio, str):
+        ratio = 1.0 if ratio == "auto" and config.plan.strategy != "static" else 0.0
+    capacity = capacity_tokens(config.plan.tokens_per_rank, ratio, num_layers)
     needed = -(-length // capacity)
     if needed > world_size:
         raise UserError(
-            f"sequence {longest} has {length} tokens and needs {needed} ranks of plan.tokens_per_rank = {capacity}, "
-            f"but there are {world_size}: start {needed} ranks, or raise tokens_per_rank to {-(-length // world_size)}"
+            f"sequence {longest} has {length} tokens and needs {needed} ranks of {_in_words(config, capacity)}, "
+            f"but there are {world_size}: start {needed} ranks, or raise tokens_per_rank to "
+            f"{-(-length * config.plan.tokens_per_rank // (world_size * capacity))}"
         )
+
+
+def _in_words(config: Config, capacity: int) -> str:
+    setting = f"plan.tokens_per_rank = {config.plan.tokens_per_rank}"
+    return setting if capacity == config.plan.tokens_per_rank else f"{capacity} tokens ({setting}, offloading)"
 
 
 def _check_run_dir(run_dir: Path) -> None:

@@ -22,12 +22,14 @@ from bytescale.report import Progress, StepLine, write_summary
 from bytescale.runtime.comm import collective
 from bytescale.runtime.kernels import AttentionKernel, select_kernel
 from bytescale.runtime.model import LossModel, build_decoder
+from bytescale.runtime.offload import Offloader
 from bytescale.runtime.states import TORCH_DTYPES, clip_gradients, shard_model
 from bytescale.runtime.support import probe
 from bytescale.trace import Span, write_trace
 from bytescale.train.checkpoint import save_model
 from bytescale.train.memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.metrics import MetricsFile, StepMetrics, gather_metrics
+from bytescale.train.offloading import open_offloader
 from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from bytescale.train.prepare import Prepared, prepare, static_bytes
 from bytescale.train.step import run_step
@@ -62,7 +64,8 @@ def run(config: Config) -> None:
         kernel = select_kernel(world.device, dtype)
         model = build_model(config, prepared)
         shard_model(model, world.group, world.device, dtype)
-        _Run(config, prepared, world, model, kernel).train()
+        with open_offloader(config, model, world) as offloader:
+            _Run(config, prepared, world, model, kernel, offloader).train()
 
 
 def build_model(config: Config, prepared: Prepared) -> LossModel:
@@ -79,10 +82,16 @@ class _Run:
     """The state of a running training: model, optimizer, files, sums."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, world: World, model: LossModel, kernel: AttentionKernel
+        self,
+        config: Config,
+        prepared: Prepared,
+        world: World,
+        model: LossModel,
+        kernel: AttentionKernel,
+        offloader: Offloader | None,
     ) -> None:
         self.config, self.prepared, self.world = config, prepared, world
-        self.model, self.kernel = model, kernel
+        self.model, self.kernel, self.offloader = model, kernel, offloader
         self.optimizer = make_optimizer(model, config.train)
         self.run_dir = Path(config.run.dir)
         self.traced: deque[tuple[Span, ...]] = deque(maxlen=NUM_TRACED_STEPS)
@@ -136,7 +145,7 @@ class _Run:
     def _step(self, data: StepData) -> StepMetrics:
         begin_s = time.perf_counter()
         reset_peak_memory(self.world.device)
-        result = run_step(self.model, self.kernel, self.world, data)
+        result = run_step(self.model, self.kernel, self.world, data, self.offloader)
         rate = learning_rate(data.step, self.config.train)
         set_learning_rate(self.optimizer, rate)
         with collective(self.world.rank, f"step {data.step}: gradient norm"):

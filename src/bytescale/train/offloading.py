@@ -1,0 +1,77 @@
+"""Offloading in a training run: which tier, where, how much of it; and when `plan.offload = "auto"` offloads.
+
+`auto` follows Eq. 3 of the paper, which needs to know how fast copies are. A profile says so; without one a CUDA device
+is taken for the preset of the cost model. On a CPU without a profile nothing is known and copies share cores with
+compute, so `auto` then offloads only in batches that hold a sequence which all ranks together could not hold otherwise.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bytescale.config import Config
+from bytescale.errors import UserError
+from bytescale.runtime.model import LossModel
+from bytescale.runtime.offload import Offloader
+from bytescale.runtime.offload_disk import DiskTier, check_directory
+from bytescale.runtime.offload_pinned import PinnedTier
+from bytescale.runtime.offload_tiers import Tier
+from bytescale.train.world import World
+
+
+def may_offload(config: Config) -> bool:
+    """Whether any plan of this run can ask for offloading."""
+    return config.plan.offload not in ("off", 0, 0.0)
+
+
+def check_offloading(config: Config) -> None:
+    """Whether the directory can be used, where one is needed.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    if may_offload(config) and config.offload.dir is not None and not torch.cuda.is_available():
+        check_directory(Path(config.offload.dir))
+
+
+@contextmanager
+def open_offloader(config: Config, model: LossModel, world: World) -> Iterator[Offloader | None]:
+    """The offloader of this rank, None when nothing can be asked of it. The tier opens with the first tensor."""
+    if not may_offload(config):
+        yield None
+        return
+    offloader = Offloader(model, lambda: _tier(config, world), config.offload.min_bytes)
+    try:
+        yield offloader
+    finally:
+        offloader.close()
+
+
+def _tier(config: Config, world: World) -> Tier:
+    limit = config.offload.limit_bytes
+    if world.device.type == "cuda":
+        return PinnedTier(world.device, _free_host_bytes() // 2 // _local_ranks() if limit is None else limit)
+    directory = Path(config.offload.dir if config.offload.dir is not None else config.run.dir)
+    if limit is None:
+        try:
+            limit = shutil.disk_usage(directory).free // 2 // _local_ranks()
+        except OSError as error:
+            raise UserError(f"offload.dir = {directory} cannot be used: {error.strerror}") from None
+    return DiskTier(directory, limit)
+
+
+def _local_ranks() -> int:
+    """Ranks on this machine, as torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _free_host_bytes() -> int:
+    """Memory that can still be had, from /proc/meminfo."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
