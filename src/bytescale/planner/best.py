@@ -50,10 +50,13 @@ TARGETS = (10.0, 1.0, 0.67, 0.505, 0.4, 0.33, 0.25, 0.2, 0.125, 0.06)
 GOOD_ENOUGH = 5e-4
 """Relative distance to the lower bound at which the search stops."""
 
+WORTH_FILLING = 0.05
+"""Share of the distance to the bound that unfilled gaps must make up before gangs are tried in them."""
+
 RIVAL_LIMIT = 6_000
 """Sequences plus ranks up to which the other strategies are always planned too."""
 
-FAR_FROM_BOUND = 0.01
+FAR_FROM_BOUND = 0.03
 """Above the limit they are planned only when ours is farther than this from the bound."""
 
 
@@ -72,9 +75,9 @@ class Budget:
         num = problem.num_sequences
         tries = 12_000 // num if problem.hdp_size <= 64 else 0
         return Budget(
-            candidates=int(np.clip(300_000 // (num + problem.hdp_size), 5, 14)),
-            gap_candidates=int(np.clip(3_000 / max(1.0, num_gangs * (1 + problem.hdp_size / 2_000)), 0, 4)),
-            guesses=int(np.clip(20_000 // num, 0, 8)),
+            candidates=int(np.clip(300_000 // (num + problem.hdp_size), 5, 12)),
+            gap_candidates=int(np.clip(3_000 / max(1.0, num_gangs * (1 + problem.hdp_size / 2_000)), 0, 3)),
+            guesses=int(np.clip(20_000 // num, 0, 6)),
             random_tries=min(tries, 1_000) if tries >= 50 else 0,
         )
 
@@ -174,16 +177,19 @@ def search(problem: Problem, bound: float) -> Placement:
     goal = bound * (1 + GOOD_ENOUGH)
     budget = Budget.of(problem, int((least > 1).sum()))
     tried: list[tuple[float, IntArray]] = []
+    with_gaps: list[tuple[float, IntArray]] = []
     best: Placement | None = None
     for degree in _degree_candidates(problem, least, bound, budget.candidates, tried):
         placement = schedule(problem, degree)
         tried.append((placement.step_s, degree))
+        # Gaps that nothing filled must explain a part of the distance to the bound, or using them cannot help.
+        if placement.gaps_s > WORTH_FILLING * (placement.step_s - bound):
+            with_gaps.append((placement.step_s, degree))
         best = _better(best, placement)
         if best.step_s <= goal:
             return best
     assert best is not None
-    tried.sort(key=lambda pair: pair[0])
-    for _, degree in tried[: budget.gap_candidates]:
+    for _, degree in sorted(with_gaps, key=lambda pair: pair[0])[: budget.gap_candidates]:
         best = _better(best, schedule(problem, degree, use_gaps=True))
         if best.step_s <= goal:
             return best
@@ -266,4 +272,6 @@ def schedule(problem: Problem, degree: IntArray, use_gaps: bool = False) -> Plac
     ranks[first[singles]] = np.concatenate([np.arange(problem.hdp_size), timeline.gap_rank])[placed.bins]
     item, index = spread(gang_degree)
     ranks[first[gangs][item] + index] = timeline.ranks
-    return Placement(degree, start_s, ranks, placed.step_s)
+    width = float((timeline.gap_end_s - timeline.gap_begin_s).sum())
+    gaps_s = (width - float(single_s[placed.bins >= problem.hdp_size].sum())) / problem.hdp_size
+    return Placement(degree, start_s, ranks, placed.step_s, gaps_s)

@@ -29,19 +29,29 @@ _MANY = 4
 
 @dataclass(frozen=True)
 class Placement:
-    """Every sequence placed: degree and start of each, and members grouped by sequence. `step_s` is the largest end."""
+    """Every sequence placed.
+
+    Attributes:
+        degree, start_s: of each sequence.
+        ranks: members, grouped by sequence.
+        step_s: the largest end.
+        gaps_s: idle time before gangs that nothing filled, mean over ranks; 0 where it is not counted.
+    """
 
     degree: IntArray
     start_s: FloatArray
     ranks: IntArray
     step_s: float
+    gaps_s: float = 0.0
 
 
 def multifit(problem: Problem, least: IntArray, low_s: float, high_s: float, num_guesses: int) -> Placement | None:
     """Smallest makespan found between `low_s` and `high_s`; None if nothing below `high_s` works."""
     best: Placement | None = None
+    # Few guesses must not be wasted on what cannot work; a wide bracket is closed from below, where success is likely.
+    share = 0.5 if num_guesses > 2 else 0.75
     for _ in range(num_guesses):
-        guess = (low_s + high_s) / 2 if best is not None or high_s < 1.3 * low_s else low_s * 1.1
+        guess = low_s + share * (high_s - low_s) if best is not None or high_s < 1.3 * low_s else low_s * 1.1
         placed = pack_under(problem, least, guess)
         if placed is None:
             low_s = guess
