@@ -1,1 +1,50 @@
-"""Simulation: a step plan on a described cluster gives a timeline, its costs and its memory. numpy alone."""
+"""Simulation: a step plan on a described cluster gives its timeline, where the time goes, and its memory. numpy alone.
+
+    from bytescale.cost import cluster_spec, model_shape, preset_cost
+    from bytescale.planner import plan
+    from bytescale.simulator import shares, simulate, step_overheads
+
+    cost = preset_cost("llama-7b", "h100")
+    made = plan([65536, 900, 120], "hdp-balance", hdp_size=16, tokens_per_rank=8192, cost=cost)
+    step = simulate(made, cost, step_overheads(model_shape("llama-7b"), cluster_spec("h100"), hdp_size=16))
+    print(step.step_time_s, shares(step).communication)
+
+Without overheads the step time is the plan's predicted one. Nothing here imports the planner.
+"""
+
+from bytescale.simulator.calibration import PaperCluster, paper_cluster
+from bytescale.simulator.components import Components, Ulysses, components
+from bytescale.simulator.engine import Operations, RankTimes, SimulatedStep, simulate
+from bytescale.simulator.limits import ContextLimit, context_limits
+from bytescale.simulator.memory import PeakMemory, peak_memory
+from bytescale.simulator.outcome import Shares, main_loss, mfu, shares, step_figures, tokens_per_s
+from bytescale.simulator.overheads import StepOverheads, collective_s, step_overheads
+from bytescale.simulator.spans import step_spans
+from bytescale.simulator.workload import stratified_batches
+
+__all__ = [
+    "Components",
+    "ContextLimit",
+    "Operations",
+    "PaperCluster",
+    "PeakMemory",
+    "RankTimes",
+    "Shares",
+    "SimulatedStep",
+    "StepOverheads",
+    "Ulysses",
+    "collective_s",
+    "components",
+    "context_limits",
+    "main_loss",
+    "mfu",
+    "paper_cluster",
+    "peak_memory",
+    "shares",
+    "simulate",
+    "step_figures",
+    "step_overheads",
+    "step_spans",
+    "stratified_batches",
+    "tokens_per_s",
+]

@@ -8,13 +8,22 @@ MFU counts the FLOPs of the model alone, 3 * (linear * s + attention * s^2) per 
 half, no recomputation, over peak FLOPs of all GPUs. Cost: O(sequences).
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from bytescale.cost.model import ModelShape
+from bytescale.cost.model import CostModel, ModelShape
 from bytescale.plan import StepPlan
 from bytescale.simulator.engine import SimulatedStep
+from bytescale.simulator.memory import peak_memory
+
+PEAK_FLOPS_PER_S: Mapping[str, float] = MappingProxyType(
+    {"h100": 989e12, "h800": 989e12, "h200": 989e12, "a100": 312e12}
+)
+"""Dense bf16 peak of one GPU, from the data sheets. The paper withholds its GPU, so `paper` has no MFU."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +90,41 @@ def mfu(step: SimulatedStep, model: ModelShape, *, peak_flops_per_s: float, tp_s
     if step.step_time_s <= 0:
         return 0.0
     return model_flops(step.plan, model) / (step.step_time_s * num_gpus * peak_flops_per_s)
+
+
+def step_figures(
+    step: SimulatedStep, model: ModelShape, cost: CostModel, *, tp_size: int = 1, cluster: str | None = None
+) -> dict[str, Any]:
+    """Everything a table shows of a step, JSON-ready."""
+    plan, ranks = step.plan, step.ranks
+    memory = peak_memory(plan, model, cost, tp_size=tp_size)
+    parts = shares(step)
+    peak = PEAK_FLOPS_PER_S.get(cluster or "")
+    return {
+        "strategy": plan.strategy,
+        "hdp_size": plan.hdp_size,
+        "pp_size": plan.pp_size,
+        "tp_size": tp_size,
+        "world_size": plan.hdp_size * plan.pp_size * tp_size,
+        "sequences": plan.num_sequences,
+        "tokens": plan.num_tokens,
+        "simulated_step_time_s": step.step_time_s,
+        "makespan_s": step.makespan_s,
+        "gather_s": step.overheads.gather_s,
+        "reduce_s": step.overheads.reduce_s,
+        "update_s": step.overheads.update_s,
+        "exposed_input_s": step.exposed_input_s,
+        "tokens_per_s": tokens_per_s(step),
+        "mfu": None if peak is None else mfu(step, model, peak_flops_per_s=peak, tp_size=tp_size),
+        "shares": asdict(parts),
+        "main_loss": main_loss(parts),
+        "busiest_rank_s": float(ranks.busy_s.max(initial=0.0)),
+        "transfer_busy_s_max": float(ranks.transfer_s.max(initial=0.0)),
+        "d2h_busy_s_max": float(ranks.d2h_s.max(initial=0.0)),
+        "h2d_busy_s_max": float(ranks.h2d_s.max(initial=0.0)),
+        "peak_memory_bytes": float(memory.total_bytes.max()),
+        "state_bytes": memory.state_bytes,
+        "activation_bytes_max": float(memory.activation_bytes.max()),
+        "cost": cost.name,
+        "cost_source": cost.provenance,
+    }

@@ -1,7 +1,7 @@
 """The timeline of chosen ranks as trace spans, which Perfetto draws and the report reads.
 
-One process per rank; tracks `stage s` (forward, backward, communication and copies that were exposed, waiting),
-`stage s p2p`, `stage s d2h`, `stage s h2d`. Inside an operation kernels come first, then what they could not hide,
+One process per rank; tracks `compute` or `stage s` (forward, backward, communication and copies that were exposed, waiting),
+`p2p`, `d2h`, `h2d`, with a pipeline one of each a stage. Inside an operation kernels come first, then what they could not hide,
 then waiting for the gang: the order within a layer is finer than the engine goes. Spans of a track never overlap and
 end within the step. Cost: a few small objects per micro-batch, stage and direction of the chosen ranks.
 """
@@ -32,7 +32,7 @@ def step_spans(step: SimulatedStep, ranks: Sequence[int]) -> list[Span]:
     spans: list[Span] = []
     for rank in ranks:
         for stage in range(plan.pp_size):
-            track = f"stage {stage}"
+            track = _track(step, stage)
             begin = extra.gather_s
             if extra.gather_s > 0:
                 spans.append(Span("gather parameters", "gather", 0.0, extra.gather_s, rank, track))
@@ -44,8 +44,13 @@ def step_spans(step: SimulatedStep, ranks: Sequence[int]) -> list[Span]:
     return spans
 
 
+def _track(step: SimulatedStep, stage: int) -> str:
+    return "compute" if step.plan.pp_size == 1 else f"stage {stage}"
+
+
 def _operations(step: SimulatedStep, rank: int, stage: int, first: int, num: int, begin: float) -> Iterator[Span]:
-    operations, parts, track = step.operations, step.parts, f"stage {stage}"
+    operations, parts, track = step.operations, step.parts, _track(step, stage)
+    others = "" if step.plan.pp_size == 1 else f"{track} "
     before = begin
     for number, direction in one_f_one_b(num, step.plan.pp_size, stage):
         at = (direction, first + number, stage)
@@ -66,8 +71,8 @@ def _operations(step: SimulatedStep, rank: int, stage: int, first: int, num: int
                 clock += duration
         if end > clock:
             yield Span("wait for gang", "wait", clock, end - clock, rank, track)
-        copy_track = f"{track} {'d2h' if direction == FORWARD else 'h2d'}"
-        for table, kind, where in ((parts.transfer_s, "p2p", f"{track} p2p"), (parts.copying_s, "offload", copy_track)):
+        copy_track = others + ("d2h" if direction == FORWARD else "h2d")
+        for table, kind, where in ((parts.transfer_s, "p2p", f"{others}p2p"), (parts.copying_s, "offload", copy_track)):
             duration = min(float(table[at]), end - start)
             if duration > 0:
                 yield Span(name, kind, start, duration, rank, where)

@@ -138,8 +138,8 @@ def _random_packing_rows(paper: np.ndarray[Any, Any], num_batches: int = 200, se
     spread, imbalance = [], []
     for lengths in batches:
         work = random_packs(lengths, context)
-        work = work[: len(work) // num_ranks * num_ranks]
-        per_rank = work.reshape(num_ranks, -1).sum(axis=1)
+        work = work[: num_ranks * num_ranks]
+        per_rank = work.reshape(num_ranks, num_ranks).sum(axis=1)
         spread.append(float(work.max() / work.min()))
         imbalance.append(float(per_rank.max() / per_rank.mean()))
     rows = []
