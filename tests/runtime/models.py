@@ -90,7 +90,18 @@ def micro_batches(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]]) -
 def world_of(ranks: Ranks, timeout_s: float = 60.0) -> World:
     device = torch.device("cpu")
     comm = PeerToPeer(ranks.group, timeout_s, device)
-    return World(ranks.rank, ranks.size, device, ranks.mesh_group, comm)
+    return World(
+        rank=ranks.rank,
+        size=ranks.size,
+        hdp_rank=ranks.rank,
+        hdp_size=ranks.size,
+        stage=0,
+        pp_size=1,
+        device=device,
+        everyone=ranks.mesh_group,
+        group=ranks.mesh_group,
+        comm=comm,
+    )
 
 
 def step_data(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]] | None = None, step: int = 1) -> StepData:

@@ -11,7 +11,7 @@ from bytescale.runtime.attention import AttentionContext
 from bytescale.runtime.comm import PeerToPeer
 from bytescale.runtime.kernels import CpuKernel
 from bytescale.runtime.model import LossModel
-from bytescale.runtime.pipeline import StageInput, StagePosition, run_stage
+from bytescale.runtime.pipeline import StageInput, StagePosition, add_tied_gradients, run_stage
 from bytescale.runtime.rings import attention_layouts, local_layout
 from bytescale.runtime.stages import cut_to_stage, split_layers
 from bytescale.runtime.states import full_gradients, gather, reduce, shard_model
@@ -56,6 +56,8 @@ def _pipeline_step(
     loss = run_stage(model, inputs, position, lambda number, direction: None)
     comm.drain()
     reduce(model, AttentionContext(local_layout([1]), CpuKernel(), comm), int((plan.lengths - 1).sum()))
+    if model.is_tied:
+        add_tied_gradients(model, position, hdp_rank + (0 if stage else (pp_size - 1) * hdp_size))
     return float(loss), full_gradients(model), layers
 
 
@@ -74,6 +76,8 @@ def check(
     for _, found, layers in results:
         for name, gradient in found.items():
             whole = _whole_name(name, layers)
+            if extra.get("tie_word_embeddings"):
+                whole = whole.replace("lm_head.weight", "model.embed_tokens.weight")
             seen.add(whole)
             error = (gradient.double() - gradients[whole]).abs().max()
             assert error <= bound * gradients[whole].abs().max().clamp_min(1e-12), whole
@@ -120,6 +124,11 @@ def test_pipelines_equal_one_process(ranks: RankPool, plan: StepPlan, layers: in
 
 def test_layer_types_follow_their_layers(ranks: RankPool) -> None:
     check(ranks, in_pipelines(SHARED, 2), "gemma3_text", 1e-5, num_hidden_layers=7, tie_word_embeddings=False)
+
+
+def test_tied_embeddings_on_different_stages(ranks: RankPool) -> None:
+    check(ranks, in_pipelines(SHARED, 2), "llama", 1e-12, num_hidden_layers=4, tie_word_embeddings=True)
+    check(ranks, in_pipelines(THREE, 3), "llama", 1e-5, num_hidden_layers=4, tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize(

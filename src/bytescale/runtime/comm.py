@@ -1,8 +1,7 @@
-"""Point-to-point exchange between HDP ranks over one fixed group.
+"""Point-to-point exchange between ranks over one fixed group.
 
-Exactly two process groups exist whatever the plan: the default group, which FSDP2 uses for its collectives, and one
-more over the same ranks for attention, so that neither waits behind the other (NCCL orders per communicator). There
-is never a group per sequence.
+A rank is in three groups at most, whatever the plan: FSDP2's, attention's and the pipeline's, so that none waits behind
+another (NCCL orders per communicator). There is never a group per sequence.
 
 Rules kept here: a send is never waited on before the next operation and its buffer lives until it completes; only
 receives block; sizes come from the plan on both ends; every wait has a bound and an error that names both ranks and the
@@ -35,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Wait:
-    """Time that this rank stood still for a receive. `what` is `kv`, `dkv` or `pipeline`; `begin_s` counts as `perf_counter`."""
+    """Time that this rank stood still for a receive of `what`; `begin_s` counts as `perf_counter`."""
 
     what: str
     begin_s: float
@@ -52,7 +51,7 @@ class Transfer:
 
 
 class PeerToPeer:
-    """The attention group of this rank.
+    """One group of this rank that exchanges point to point: attention's, or the pipeline's.
 
     State is what is in flight and what was counted since `reset_counters`: `bytes_sent` and `waits`.
     """

@@ -33,12 +33,19 @@ class LossModel(nn.Module):
     Attributes:
         is_first: the input is token ids; on later stages it is the hidden states of the stage before.
         is_last: the output is the loss; on earlier stages it is hidden states.
+        compute_dtype: type of the hidden states; `shard_model` sets it.
     """
 
     def __init__(self, decoder: Any, *, is_first: bool = True, is_last: bool = True) -> None:
         super().__init__()
         self.decoder = decoder
         self.is_first, self.is_last = is_first, is_last
+        self.compute_dtype = next(decoder.parameters()).dtype
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head share their weight."""
+        return bool(getattr(self.decoder.config, "tie_word_embeddings", False))
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -47,7 +54,7 @@ class LossModel(nn.Module):
         return layers
 
     def forward(self, source: Tensor, labels_T: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
-        """On the last stage the cross-entropy summed over the micro-batch's targets, a scalar; else hidden_TE.
+        """On the last stage the cross-entropy summed over the micro-batch's targets, a scalar; else hidden_1TE.
 
         Args:
             source: input_ids_T on the first stage, hidden_TE on later ones.
@@ -55,25 +62,34 @@ class LossModel(nn.Module):
             position_ids_T: index of each token in its sequence.
             pieces: the micro-batch.
         """
-        hidden_TE = self.hidden_states(source, position_ids_T, pieces)
+        hidden_1TE = self._hidden_states(source, position_ids_T, pieces)
         if not self.is_last:
-            return hidden_TE
-        return token_loss_sum(hidden_TE, self.decoder.get_output_embeddings().weight, labels_T)
+            return hidden_1TE
+        return token_loss_sum(hidden_1TE[0], self.decoder.get_output_embeddings().weight, labels_T)
 
     def hidden_states(self, source: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
         """Hidden states after the last layer here, and after the final norm on the last stage. [T, hidden_size]."""
+        return self._hidden_states(source, position_ids_T, pieces)[0]
+
+    def _hidden_states(self, source: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
         name = "input_ids" if self.is_first else "inputs_embeds"
         output = self.decoder.base_model(
             **{name: source[None]}, position_ids=position_ids_T[None], use_cache=False, pieces=pieces
         )
-        hidden_TE: Tensor = output.last_hidden_state[0]
-        return hidden_TE
+        hidden_1TE: Tensor = output.last_hidden_state
+        return hidden_1TE
+
+    def end_weight(self) -> nn.Parameter:
+        """Weight of the embedding on the first stage, of the head on the last: one and the same where they are tied."""
+        module = self.decoder.get_input_embeddings() if self.is_first else self.decoder.get_output_embeddings()
+        weight: nn.Parameter = module.weight
+        return weight
 
     def one_token(self, device: torch.device) -> Tensor:
         """An input of a single row, for a forward that only has to touch every parameter."""
         if self.is_first:
             return torch.zeros(1, dtype=torch.long, device=device)
-        return torch.zeros(1, self.decoder.config.hidden_size, device=device)
+        return torch.zeros(1, self.decoder.config.hidden_size, dtype=next(self.parameters()).dtype, device=device)
 
 
 def _attention(

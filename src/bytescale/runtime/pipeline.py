@@ -13,8 +13,10 @@ Shapes: T rows of a micro-batch, E hidden size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -28,12 +30,13 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class StageInput:
-    """One micro-batch of this pipeline: its tokens, and the attention context of this stage."""
+    """One micro-batch of this pipeline: its tokens, the attention context of this stage, what surrounds its forward."""
 
     input_ids_T: Tensor
     labels_T: Tensor
     position_ids_T: Tensor
     context: AttentionContext
+    around_forward: AbstractContextManager[None] = field(default_factory=nullcontext)
 
 
 @dataclass(frozen=True)
@@ -108,20 +111,21 @@ class _Stage:
             source = batch.input_ids_T
         else:
             source = self._take(number, FORWARD).requires_grad_()
-        output = self.model(source, batch.labels_T, batch.position_ids_T, batch.context)
+        with batch.around_forward:
+            output = self.model(source, batch.labels_T, batch.position_ids_T, batch.context)
         self.in_flight[number] = source, output
         if self.position.is_last:
             self.loss_sum += output.detach()
             return
         expected = then if then is not None and then[1] == BACKWARD else None
-        self._send(number, FORWARD, output.detach(), expected)
+        self._send(number, FORWARD, output.detach()[0], expected)
 
     def _backward(self, number: int, then: tuple[int, int] | None) -> None:
         source, output = self.in_flight.pop(number)
         if self.position.is_last:
             output.backward()
         else:
-            torch.autograd.backward(output, self._take(number, BACKWARD))
+            torch.autograd.backward(output, self._take(number, BACKWARD)[None])
         if self.position.is_first:
             return
         assert source.grad is not None
@@ -167,6 +171,33 @@ class _Stage:
     def _neighbour(self, direction: int, *, sending: bool) -> int:
         forwards = (direction == FORWARD) == sending
         return self.position.following if forwards else self.position.previous
+
+
+def add_tied_gradients(model: LossModel, position: StagePosition, other_end: int) -> None:
+    """Add up the gradients of an embedding and a head that share their weight but sit on different stages.
+
+    Each end keeps its own copy, so both need the sum. Only the first and the last stage take part, shard by shard.
+
+    Args:
+        model: this stage, gradients reduced.
+        position: where it stands.
+        other_end: rank of the other end in the group of `position.pipe`.
+    """
+    pipe = position.pipe
+    if pipe is None or not (position.is_first or position.is_last) or position.pp_size == 1:
+        return
+    gradient: Any = model.end_weight().grad
+    own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    received = torch.empty_like(own)
+    pipe.wait(
+        pipe.post("tied gradient", [Message(other_end, own.clone(), _TIED)], [Message(other_end, received, _TIED)])
+    )
+    own += received
+    pipe.drain()
+
+
+_TIED = 1 << 30
+"""Tag of the tied gradient, beyond that of any micro-batch."""
 
 
 def _tag(number: int, direction: int) -> int:

@@ -37,6 +37,7 @@ def shard_model(model: LossModel, group: dist.ProcessGroup, device: torch.device
         dtype: type of compute; gradients are accumulated and reduced in the master type.
     """
     model.to(device)
+    model.compute_dtype = dtype
     mesh = DeviceMesh.from_group(group, device.type)
     master = next(model.parameters()).dtype
     mixed = dtype != master
@@ -87,17 +88,16 @@ def _set_synchronisation(model: Any, active: bool) -> None:
     model.set_is_last_backward(active)
 
 
-def clip_gradients(model: LossModel, max_norm: float) -> float:
-    """Scale gradients to a global norm of at most `max_norm` (0: leave them). Returns the norm before clipping.
+def gradient_norm(model: LossModel, without: nn.Parameter | None = None) -> float:
+    """Norm of the whole gradients of this stage, leaving out `without`; a collective of the stage."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p is not without]
+    return float(_full(torch.nn.utils.get_total_norm(gradients)))
 
-    A collective: every rank must call it.
-    """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    total = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+def clip_gradients(model: LossModel, norm: float, max_norm: float) -> None:
+    """Scale gradients of global norm `norm` to at most `max_norm`; 0 leaves them."""
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
-    return float(total)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, torch.tensor(norm))
 
 
 def full_gradients(model: LossModel) -> dict[str, torch.Tensor]:

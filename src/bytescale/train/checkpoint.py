@@ -4,30 +4,58 @@ Written to a temporary directory beside the target and renamed; a previous model
 only once the new one is whole.
 """
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from bytescale.config import Config
 from bytescale.runtime.model import LossModel
 from bytescale.runtime.states import TORCH_DTYPES, full_state
+from bytescale.train.prepare import Prepared
 from bytescale.train.world import World
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
-def save_model(model: LossModel, target: Path, config: Config, world: World) -> None:
-    """Gather the parameters and write them on rank 0; a collective."""
-    state = full_state(model)
+def save_model(model: LossModel, prepared: Prepared, target: Path, config: Config, world: World) -> None:
+    """Gather the parameters of all stages and write them on rank 0; a collective."""
+    state = _with_whole_names(full_state(model), prepared.stages[world.stage])
+    if world.pp_size > 1:
+        parts = world.gather_objects(state if world.hdp_rank == 0 else {})
+        state = {name: tensor for part in parts for name, tensor in part.items()}
     if world.rank != 0:
         return
     dtype = TORCH_DTYPES[config.train.dtype]
     state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    decoder = model.decoder if world.pp_size == 1 else _skeleton(prepared.model_config)
+    decoder.config.dtype = dtype
+    _write(decoder, state, target, config)
+
+
+def _skeleton(model_config: Any) -> Any:
+    """The whole model without storage: its class knows how a checkpoint of it is written."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config)
+
+
+def _with_whole_names(state: dict[str, torch.Tensor], layers: range) -> dict[str, torch.Tensor]:
+    """Names as in the whole model, where this stage's layer 0 is `layers[0]`."""
+
+    def whole(match: re.Match[str]) -> str:
+        return f"{match[1]}layers.{layers[int(match[2])]}."
+
+    return {re.sub(r"(^|\.)layers\.(\d+)\.", whole, name, count=1): tensor for name, tensor in state.items()}
+
+
+def _write(decoder: Any, state: dict[str, torch.Tensor], target: Path, config: Config) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
-        decoder = model.decoder
-        decoder.config.dtype = dtype
         decoder.save_pretrained(temporary, state_dict=state)
         for source in _tokenizer_files(config):
             if not (temporary / source.name).exists():

@@ -18,7 +18,11 @@ from bytescale.train.world import World
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of `metrics.jsonl`."""
+    """One line of `metrics.jsonl`.
+
+    `pp_bubble` is the share of the ranks' compute phase spent waiting for other stages, `dp_bubble` the share between
+    the end of a rank's compute phase and that of the last.
+    """
 
     step: int
     loss: float
@@ -40,6 +44,8 @@ class StepMetrics:
     offload_bytes_in: int
     offload_exposed_s: float
     offload_declined_bytes: int
+    pp_bubble: float
+    dp_bubble: float
 
 
 def gather_metrics(
@@ -53,11 +59,13 @@ def gather_metrics(
     peak_memory_bytes: int,
 ) -> StepMetrics:
     """Combine the numbers of all ranks; a collective. Every rank gets the same line."""
-    own = [result.loss_sum, result.busy_s, float(result.bytes_sent), float(peak_memory_bytes), data.data_wait_s]
+    own = [result.loss_sum, float(result.bytes_sent), float(peak_memory_bytes), data.data_wait_s]
+    own += [result.compute_s, result.busy_s, result.pipeline_wait_s]
     offload = result.offload
     own += [float(offload.bytes_out), float(offload.bytes_in), offload.exposed_s, float(offload.declined_bytes)]
     everyone = world.all_gather_numbers(own).T
-    loss_sum, busy_s, bytes_sent, peak, data_wait_s, bytes_out, bytes_in, exposed_s, declined = everyone
+    loss_sum, bytes_sent, peak, data_wait_s, compute_s, busy_s, pipeline_wait_s = everyone[:7]
+    bytes_out, bytes_in, exposed_s, declined = everyone[7:]
     counts = data.plan.num_micro_batches()
     return StepMetrics(
         step=data.step,
@@ -80,6 +88,8 @@ def gather_metrics(
         offload_bytes_in=int(bytes_in.sum()),
         offload_exposed_s=float(exposed_s.max()),
         offload_declined_bytes=int(declined.sum()),
+        pp_bubble=float(pipeline_wait_s.mean() / compute_s.max()),
+        dp_bubble=float(1 - compute_s.mean() / compute_s.max()),
     )
 
 

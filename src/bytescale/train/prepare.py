@@ -21,6 +21,7 @@ from bytescale.plan import StepPlan
 from bytescale.planner import plan
 from bytescale.planner.problem import capacity_tokens
 from bytescale.runtime.model_config import load_config, model_shape
+from bytescale.runtime.stages import head_cost_in_layers, split_layers
 from bytescale.train.offloading import check_offloading
 
 IntArray = npt.NDArray[np.int64]
@@ -35,6 +36,7 @@ class Prepared:
         model_config: Hugging Face configuration.
         dataset: the sequences.
         shape: sizes for cost and traffic.
+        stages: layers of each pipeline stage.
         planner: makes the plan of a global batch from its lengths.
         static_planner: the same with one degree for all, to compare with.
     """
@@ -42,6 +44,7 @@ class Prepared:
     model_config: Any
     dataset: SequenceDataset
     shape: ModelShape
+    stages: list[range]
     planner: Planner
     static_planner: Planner
 
@@ -58,14 +61,18 @@ def prepare(config: Config, world_size: int) -> Prepared:
     check_vocab(tokenizer, model_config.vocab_size)
     dataset = open_dataset(config.data, tokenizer)
     shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
+    pp_size = config.parallel.pp_size
+    stages = split_layers(shape.num_layers, pp_size, head_cost_in_layers(shape))
+    hdp_size = world_size // pp_size
     prepared = Prepared(
         model_config,
         dataset,
         shape,
-        make_planner(config, shape, world_size, config.plan.strategy),
-        make_planner(config, shape, world_size, "static"),
+        stages,
+        make_planner(config, shape, hdp_size, config.plan.strategy),
+        make_planner(config, shape, hdp_size, "static"),
     )
-    _check_fits(config, dataset, shape.num_layers, world_size)
+    _check_fits(config, dataset, -(-shape.num_layers // pp_size), hdp_size)
     # Finds what only the strategy knows, such as a context that no divisor of the ranks holds.
     prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]])
     _check_run_dir(Path(config.run.dir))
@@ -88,6 +95,7 @@ def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str
             hdp_size=hdp_size,
             tokens_per_rank=config.plan.tokens_per_rank,
             cost=cost,
+            pp_size=config.parallel.pp_size,
             offload="off" if only_if_needed and fits else config.plan.offload,
             context=config.data.max_context if strategy == "static" else None,
             seed=config.train.seed,
@@ -107,25 +115,24 @@ def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) 
 
 
 def _check_supported(config: Config) -> None:
-    for key in ("pp_size", "tp_size"):
-        if getattr(config.parallel, key) != 1:
-            raise UserError(f"parallel.{key} = {getattr(config.parallel, key)} cannot be run yet; leave it at 1")
+    if config.parallel.tp_size != 1:
+        raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
     if config.plan.profile is not None:
         raise UserError("plan.profile: measured profiles cannot be used yet; leave it out")
 
 
-def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, world_size: int) -> None:
+def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, hdp_size: int) -> None:
     longest = int(dataset.lengths.argmax())
     length, ratio = int(dataset.lengths[longest]), config.plan.offload
     if isinstance(ratio, str):
         ratio = 1.0 if ratio == "auto" and config.plan.strategy != "static" else 0.0
     capacity = capacity_tokens(config.plan.tokens_per_rank, ratio, num_layers)
     needed = -(-length // capacity)
-    if needed > world_size:
+    if needed > hdp_size:
         raise UserError(
             f"sequence {longest} has {length} tokens and needs {needed} ranks of {_in_words(config, capacity)}, "
-            f"but there are {world_size}: start {needed} ranks, or raise tokens_per_rank to "
-            f"{-(-length * config.plan.tokens_per_rank // (world_size * capacity))}"
+            f"but there are {hdp_size}: start {needed} ranks, or raise tokens_per_rank to "
+            f"{-(-length * config.plan.tokens_per_rank // (hdp_size * capacity))}"
         )
 
 

@@ -21,8 +21,10 @@ from bytescale.runtime.comm import collective
 from bytescale.runtime.kernels import AttentionKernel
 from bytescale.runtime.model import LossModel
 from bytescale.runtime.offload import Offloader, OffloadReport
+from bytescale.runtime.pipeline import StageInput, add_tied_gradients, run_stage
 from bytescale.runtime.rings import attention_layouts, local_layout
 from bytescale.runtime.states import gather, reduce
+from bytescale.schedule import FORWARD
 from bytescale.trace import Span
 from bytescale.train.world import World
 
@@ -33,16 +35,18 @@ class StepResult:
 
     Attributes:
         loss_sum: loss summed over this rank's targets.
+        compute_s: the compute phase, everything included.
         busy_s: compute phase without waiting for other ranks.
-        wait_s: time in the compute phase that receives were waited for.
+        pipeline_wait_s: time in the compute phase that other stages were waited for.
         bytes_sent: by attention.
         offload: what was offloaded.
         spans: timeline, seconds as `time.perf_counter` counts them.
     """
 
     loss_sum: float
+    compute_s: float
     busy_s: float
-    wait_s: float
+    pipeline_wait_s: float
     bytes_sent: int
     spans: tuple[Span, ...]
     offload: OffloadReport = field(default_factory=OffloadReport)
@@ -64,6 +68,11 @@ class _Timeline:
         self.spans.append(Span(name, category, begin_s, self.mark_s - begin_s, self.world.rank))
         return self.mark_s - begin_s
 
+    def operation(self, number: int, direction: int) -> None:
+        """Close the span of one operation of the schedule."""
+        category = "forward" if direction == FORWARD else "backward"
+        self.lap(f"{category} {number}", category)
+
 
 def run_step(
     model: LossModel, kernel: AttentionKernel, world: World, data: StepData, offloader: Offloader | None = None
@@ -76,8 +85,9 @@ def run_step(
     Raises:
         CommunicationError: a peer is gone, late, or has another plan.
     """
-    comm = world.comm
-    comm.reset_counters()
+    for link in (world.comm, world.pipe):
+        if link is not None:
+            link.reset_counters()
     timeline = _Timeline(world)
     with collective(world.rank, f"step {data.step}: gathering the parameters"):
         check_same_plan(world, data)
@@ -85,30 +95,47 @@ def run_step(
     if offloader is not None:
         offloader.begin_step()
     timeline.lap("gather", "gather")
-    contexts = [AttentionContext(layout, kernel, comm) for layout in attention_layouts(data.plan, world.rank)]
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     begin_s = time.perf_counter()
-    leaving = _leaving(offloader, data.plan, world.rank)
-    for number, (micro_batch, context, leave) in enumerate(zip(data.micro_batches, contexts, leaving, strict=True)):
-        if context.layout.num_tokens == 0:
-            continue
-        with leave:
-            loss = model(*_to_device(micro_batch, world.device), context)
-        timeline.lap(f"forward {number}", "forward")
-        loss.backward()
-        timeline.lap(f"backward {number}", "backward")
-        loss_sum += loss.detach()
-    busy_s = time.perf_counter() - begin_s
-    comm.drain()
+    inputs = _stage_inputs(kernel, world, data, offloader)
+    position = world.position(model.decoder.config.hidden_size, model.compute_dtype)
+    loss_sum = run_stage(model, inputs, position, timeline.operation)
+    compute_s = time.perf_counter() - begin_s
+    world.comm.drain()
     offloaded = offloader.end_step() if offloader is not None else OffloadReport()
     timeline.lap("drain", "wait")
     with collective(world.rank, f"step {data.step}: reducing the gradients"):
-        reduce(model, AttentionContext(local_layout([1]), kernel, comm), data.batch.total_targets)
+        reduce(model, AttentionContext(local_layout([1]), kernel, world.comm), data.batch.total_targets)
+        if model.is_tied:
+            add_tied_gradients(model, position, world.other_end)
     timeline.lap("reduce", "reduce")
-    waits = [Span(f"wait {w.what}", "wait", w.begin_s, w.duration_s, world.rank, track="kv wait") for w in comm.waits()]
-    wait_s = sum(w.duration_s for w in waits)
-    spans = (*timeline.spans, *waits, *_offload_spans(offloaded, world.rank))
-    return StepResult(float(loss_sum), busy_s - wait_s, wait_s, comm.bytes_sent, spans, offloaded)
+    attention_waits, pipeline_waits = world.comm.waits(), world.pipe.waits() if world.pipe is not None else []
+    pipeline_wait_s = sum(wait.duration_s for wait in pipeline_waits)
+    wait_s = pipeline_wait_s + sum(wait.duration_s for wait in attention_waits)
+    waits = [
+        Span(f"wait {w.what}", "wait", w.begin_s, w.duration_s, world.rank, track=f"{w.what} wait")
+        for w in (*attention_waits, *pipeline_waits)
+    ]
+    return StepResult(
+        loss_sum=float(loss_sum),
+        compute_s=compute_s,
+        busy_s=compute_s - wait_s,
+        pipeline_wait_s=pipeline_wait_s,
+        bytes_sent=world.comm.bytes_sent,
+        spans=(*timeline.spans, *waits, *_offload_spans(offloaded, world.rank)),
+        offload=offloaded,
+    )
+
+
+def _stage_inputs(
+    kernel: AttentionKernel, world: World, data: StepData, offloader: Offloader | None
+) -> list[StageInput]:
+    """The micro-batches of this pipeline, as this stage needs them."""
+    layouts = attention_layouts(data.plan, world.hdp_rank)
+    leaving = _leaving(offloader, data.plan, world.hdp_rank)
+    return [
+        StageInput(*_to_device(tokens, world.device), AttentionContext(layout, kernel, world.comm), leave)
+        for tokens, layout, leave in zip(data.micro_batches, layouts, leaving, strict=True)
+    ]
 
 
 def _leaving(offloader: Offloader | None, plan: StepPlan, rank: int) -> Iterator[AbstractContextManager[None]]:
@@ -148,7 +175,7 @@ def check_same_plan(world: World, data: StepData) -> None:
     digest = plan_digest(data.plan)
     digests = torch.empty(world.size, dtype=torch.int64, device=world.device)
     own = torch.tensor([digest], dtype=torch.int64, device=world.device)
-    dist.all_gather_single(digests, own, group=world.group)
+    dist.all_gather_single(digests, own, group=world.everyone)
     for rank, other in enumerate(digests.tolist()):
         if other != digests[0]:
             raise CommunicationError(

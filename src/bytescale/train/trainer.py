@@ -23,7 +23,8 @@ from bytescale.runtime.comm import collective
 from bytescale.runtime.kernels import AttentionKernel, select_kernel
 from bytescale.runtime.model import LossModel, build_decoder
 from bytescale.runtime.offload import Offloader
-from bytescale.runtime.states import TORCH_DTYPES, clip_gradients, shard_model
+from bytescale.runtime.stages import cut_to_stage
+from bytescale.runtime.states import TORCH_DTYPES, clip_gradients, gradient_norm, shard_model
 from bytescale.runtime.support import probe
 from bytescale.trace import Span, write_trace
 from bytescale.train.checkpoint import save_model
@@ -58,24 +59,26 @@ def run(config: Config) -> None:
     """
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
-    with open_world(config.run.comm_timeout_s) as world:
+    with open_world(config.run.comm_timeout_s, config.parallel.pp_size) as world:
         prepared = prepare(config, world.size)
         dtype = TORCH_DTYPES[config.train.dtype]
         kernel = select_kernel(world.device, dtype)
-        model = build_model(config, prepared)
+        model = build_model(config, prepared, world.stage)
         shard_model(model, world.group, world.device, dtype)
         with open_offloader(config, model, world) as offloader:
             _Run(config, prepared, world, model, kernel, offloader).train()
 
 
-def build_model(config: Config, prepared: Prepared) -> LossModel:
-    """The whole model in fp32 on the CPU, probed; equal on all ranks."""
+def build_model(config: Config, prepared: Prepared, stage: int = 0) -> LossModel:
+    """This stage of the model in fp32 on the CPU, equal on all its ranks; the whole model is probed first."""
     decoder = build_decoder(config.model, prepared.model_config, config.train.seed)
     probe(decoder, config.data.max_context)
     decoder.train()
+    is_first, is_last = stage == 0, stage == len(prepared.stages) - 1
+    cut_to_stage(decoder, prepared.stages[stage], is_first=is_first, is_last=is_last)
     if config.train.activation_checkpointing == "full":
         decoder.gradient_checkpointing_enable({"use_reentrant": False})
-    return LossModel(decoder)
+    return LossModel(decoder, is_first=is_first, is_last=is_last)
 
 
 class _Run:
@@ -107,7 +110,7 @@ class _Run:
             identities = self.world.gather_objects(process_identity(self.world.rank))
         with ExitStack() as stack:
             if self.leads:
-                parallel = replace(self.config.parallel, hdp_size=self.world.size)
+                parallel = replace(self.config.parallel, hdp_size=self.world.hdp_size)
                 write_config(replace(self.config, parallel=parallel), self.run_dir / "config.toml")
                 write_text_atomically(self.run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
                 metrics_file = stack.enter_context(MetricsFile(self.run_dir / "metrics.jsonl"))
@@ -138,7 +141,7 @@ class _Run:
             self.config.batch,
             self.config.train.seed,
             self.prepared.planner,
-            self.world.rank,
+            self.world.hdp_rank,
             num_steps=self.config.train.steps,
         )
 
@@ -149,7 +152,8 @@ class _Run:
         rate = learning_rate(data.step, self.config.train)
         set_learning_rate(self.optimizer, rate)
         with collective(self.world.rank, f"step {data.step}: gradient norm"):
-            grad_norm = clip_gradients(self.model, self.config.train.grad_clip)
+            grad_norm = self._gradient_norm()
+            clip_gradients(self.model, grad_norm, self.config.train.grad_clip)
         update_s = time.perf_counter()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -168,13 +172,21 @@ class _Run:
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
             )
 
+    def _gradient_norm(self) -> float:
+        """Norm over all stages; a weight that the ends of the pipeline share counts once."""
+        twice = self.model.is_tied and self.world.stage == self.world.pp_size - 1 > 0
+        norm = gradient_norm(self.model, without=self.model.end_weight() if twice else None)
+        if self.world.pp_size == 1:
+            return norm
+        return float(self.world.all_gather_numbers([norm])[:: self.world.hdp_size].norm())
+
     def _finish(self, num_skipped_steps: int) -> None:
         """Trace, model and summary."""
         with collective(self.world.rank, "collecting the trace"):
             traces = self.world.gather_objects(_on_a_common_clock(self.traced))
         if self.config.run.save_model:
             with collective(self.world.rank, "saving the model"):
-                save_model(self.model, self.run_dir / "model", self.config, self.world)
+                save_model(self.model, self.prepared, self.run_dir / "model", self.config, self.world)
         if self.leads:
             write_trace(_from_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
             write_summary(self.totals.summary(num_skipped_steps), self.run_dir / "summary.json")
