@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
 
 from bytescale.errors import UserError
 from bytescale.plan import StepPlan
@@ -15,7 +16,8 @@ from bytescale.runtime.pipeline import StageInput, StagePosition, add_tied_gradi
 from bytescale.runtime.rings import attention_layouts, local_layout
 from bytescale.runtime.stages import cut_to_stage, split_layers
 from bytescale.runtime.states import full_gradients, gather, reduce, shard_model
-from tests.plans import placed
+from bytescale.validate import PlanError, validate
+from tests.plans import placed, valid_plans
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import SIZES, in_type, micro_batches, reference_step, small_decoder
 
@@ -55,7 +57,7 @@ def _pipeline_step(
     gather(model)
     loss = run_stage(model, inputs, position, lambda number, direction: None)
     comm.drain()
-    reduce(model, AttentionContext(local_layout([1]), CpuKernel(), comm), int((plan.lengths - 1).sum()))
+    reduce(model, AttentionContext(local_layout([1]), CpuKernel(), comm), max(1, int((plan.lengths - 1).sum())))
     if model.is_tied:
         add_tied_gradients(model, position, hdp_rank + (0 if stage else (pp_size - 1) * hdp_size))
     return float(loss), full_gradients(model), layers
@@ -129,6 +131,29 @@ def test_layer_types_follow_their_layers(ranks: RankPool) -> None:
 def test_tied_embeddings_on_different_stages(ranks: RankPool) -> None:
     check(ranks, in_pipelines(SHARED, 2), "llama", 1e-12, num_hidden_layers=4, tie_word_embeddings=True)
     check(ranks, in_pipelines(THREE, 3), "llama", 1e-5, num_hidden_layers=4, tie_word_embeddings=True)
+
+
+def _loss_sum(ranks: Ranks, plan: StepPlan) -> float:
+    return _pipeline_step(ranks, plan, "llama", torch.float32, False, {})[0]
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+@given(plan=valid_plans(min_ranks=2, max_ranks=3, max_sequences=8, pp_size=2))
+@pytest.mark.timeout(300)
+def test_random_plans_end_and_agree_with_one_process(ranks: RankPool, plan: StepPlan) -> None:
+    try:
+        validate(plan)
+    except PlanError as error:
+        assert "cycle" in str(error)
+        assume(False)
+    alone = in_pipelines((plan.lengths.tolist(), [[(0, i)] for i in range(plan.num_sequences)], 1), 1)
+    loss = ranks.run(1, _loss_sum, alone, timeout_s=30)[0]
+    found = ranks.run(plan.hdp_size * 2, _loss_sum, plan, timeout_s=30)
+    assert sum(found) == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,8 @@ def table(model_type: str, **extra: Any) -> ModelConfig:
             ),
             "its layers give another result than with eager attention on each sequence alone",
         ),
+        (table("doge", head_dim=8), "it brings a mask of its own to its attention"),
+        (table("dory", head_dim=8), "a parameter that our attention or head would leave out (lm_head.logit_scale)"),
         (ModelConfig(preset="llama-tinny"), "did you mean 'llama-tiny'?"),
         (ModelConfig(path="nowhere"), "model.path = nowhere holds no config.json"),
     ],

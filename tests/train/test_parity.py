@@ -57,6 +57,21 @@ def test_command_line_losses_agree(config_path: Path, alone: Path, nproc: int, s
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=5e-3 * float(weight.abs().max()))
 
 
+@pytest.mark.parametrize(("nproc", "pp_size"), [(2, 2), (4, 2)])
+def test_pipelines_agree_through_the_command_line(config_path: Path, alone: Path, nproc: int, pp_size: int) -> None:
+    run_dir = config_path.parent / f"pipeline-{nproc}"
+    options = ["--parallel.pp_size", pp_size, "--plan.tokens_per_rank", 600 * pp_size // nproc]
+    done = train(config_path, "--nproc", nproc, "--run.dir", run_dir, *options)
+    assert done.returncode == 0, done.stderr
+    expected, found = metrics(alone), metrics(run_dir)
+    assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-5)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert found[-1]["pp_bubble"] > 0
+    ours, theirs = (load_file(d / "model" / "model.safetensors") for d in (run_dir, alone))
+    assert set(ours) == set(theirs)
+
+
 def _gradients(ranks: Ranks, config: Config) -> list[dict[str, torch.Tensor]]:
     """Whole gradients of the first two batches, at the initial weights."""
     prepared = prepare(config, ranks.size)
