@@ -11,7 +11,7 @@
    returned under the name `best`. Beyond `RIVAL_LIMIT` this is only done when ours is far from the lower bound.
 
 Every search is limited by counted tries, never by the clock; equal input and seed give an equal plan. With a pipeline
-gangs are stacked (`bytescale.planner.stack`), several orders of the packs are tried and the makespan decides.
+gangs are stacked (`bytescale.planner.stack`), sizes and orders of packs are tried and the makespan decides.
 
 Cost: candidates * (n log n), numpy, plus about 10 us a sequence and guess of multifit.
 """
@@ -29,6 +29,7 @@ from bytescale.planner.assemble import spread
 from bytescale.planner.degree import (
     least_work_degrees,
     micro_batch_s,
+    power_of_two,
     ratio_at,
     sequence_time_s,
     stage_time_s,
@@ -36,7 +37,7 @@ from bytescale.planner.degree import (
 )
 from bytescale.planner.micro_batches import plan_of_starts
 from bytescale.planner.moldable import Placement, multifit, random_search
-from bytescale.planner.pipeline import pipeline_candidates
+from bytescale.planner.pipeline import best_pipeline_plan
 from bytescale.planner.problem import Problem
 from bytescale.planner.static import static_bound_s
 from bytescale.planner.timeline import place_gangs, place_gangs_in_gaps, place_singles
@@ -96,7 +97,7 @@ def plan_best(
     if problem.pp_size == 1:
         own = own_plans(problem, bound)
     else:
-        own = list(pipeline_candidates(problem, bound))
+        own = [best_pipeline_plan(problem, lambda candidate: _step_s(problem, candidate))]
     scored = [(_step_s(problem, candidate), candidate) for candidate in own]
     step_s, chosen = min(scored, key=lambda pair: pair[0])
     origin = "best"
@@ -230,17 +231,13 @@ def _degree_candidates(
             yield degree
     by_step = [degree for _, degree in sorted(tried, key=lambda pair: pair[0])[:2]]
     for degree in [least, *by_step]:
-        for rounded in (_power_of_two(degree, problem.hdp_size), _equal_share(degree, problem.hdp_size)):
+        for rounded in (power_of_two(degree, problem.hdp_size), _equal_share(degree, problem.hdp_size)):
             if fresh(rounded):
                 yield rounded
 
 
 def _legal_degrees(problem: Problem) -> Callable[[IntArray], bool]:
     return lambda degree: bool(np.all(ratio_at(problem, problem.lengths, degree) <= 1.0))
-
-
-def _power_of_two(degree: IntArray, hdp_size: int) -> IntArray:
-    return np.minimum(hdp_size, np.exp2(np.ceil(np.log2(degree))).astype(np.int64))
 
 
 def _equal_share(degree: IntArray, hdp_size: int) -> IntArray:

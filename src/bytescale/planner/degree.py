@@ -219,6 +219,11 @@ def least_work_degrees(problem: Problem) -> Degrees:
     return Degrees(degree, least_ratio(problem, lengths, degree), binds)
 
 
+def power_of_two(degree: IntArray, hdp_size: int) -> IntArray:
+    """Degrees rounded up to powers of two, or to all ranks."""
+    return np.minimum(hdp_size, np.exp2(np.ceil(np.log2(degree))).astype(np.int64))
+
+
 def widen(problem: Problem, degree: IntArray, target_s: float, slack: float = 0.002) -> IntArray:
     """Raise degrees until each sequence takes at most `target_s`, or where that cannot be, until it falls no more.
 
