@@ -105,7 +105,7 @@ def _attention(
     """The function that Transformers calls in every attention layer; returns (out_BTHD, no weights)."""
     if pieces is None:
         raise UserError("its code does not pass keyword arguments on to its attention, which is not supported yet")
-    check_attention_call(query_BHTD, value_BGTD, options, pieces.max_context)
+    check_attention_call(query_BHTD, value_BGTD, attention_mask, options, pieces.max_context)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     return distributed_attention(q_THD, k_TGD, v_TGD, pieces, scale)[None], None

@@ -79,7 +79,8 @@ def reduce(model: LossModel, one_token: AttentionContext, num_targets: int) -> N
     zero_T = torch.zeros(1, dtype=torch.long, device=device)
     output = model(model.one_token(device), torch.full_like(zero_T, IGNORED), zero_T, one_token)
     (output.sum() * 0).backward()
-    torch._foreach_div_([parameter.grad for parameter in model.parameters()], float(num_targets))
+    # A parameter that takes no part in the model's forward has no gradient, on any rank.
+    torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], float(num_targets))
 
 
 def _set_synchronisation(model: Any, active: bool) -> None:

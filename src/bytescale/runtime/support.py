@@ -3,7 +3,8 @@
 `check_config` reads the configuration and names the feature; `probe` then runs the built model on two short sequences
 in one pack, and compares with Hugging Face's own eager attention and head on each sequence alone. That finds what no
 list of names knows: another attention, tokens mixed outside attention (which neither packs nor pieces would survive),
-positions that are not those given. Cost of the probe: three forward passes of eight tokens.
+positions that are not those given, parameters that would never learn. Cost of the probe: three forward passes of eight
+tokens.
 """
 
 from typing import Any
@@ -97,12 +98,18 @@ def _check_layers(config: Any, max_context: int) -> None:
 
 
 def check_attention_call(
-    query_BHTD: torch.Tensor, value_BGTD: torch.Tensor, options: dict[str, Any], max_context: int
+    query_BHTD: torch.Tensor,
+    value_BGTD: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+    max_context: int,
 ) -> None:
     """Refuse arguments of one attention call that change its result, whatever the configuration said."""
     for key, feature in (("softcap", "softcapping"), ("s_aux", "sinks"), ("position_bias", "a position bias")):
         if options.get(key) is not None:
             raise UserError(f"it asks for {feature} in its attention ({key}), which is not supported yet")
+    if mask is not None:
+        raise UserError("it brings a mask of its own to its attention, which is not supported yet")
     window = options.get("sliding_window")
     if isinstance(window, int) and window < max_context:
         raise UserError(
@@ -118,7 +125,6 @@ def check_attention_call(
         )
 
 
-@torch.no_grad()
 def probe(decoder: Any, max_context: int) -> None:
     """Compare the built model with what Hugging Face computes for it, on two sequences of a few tokens.
 
@@ -131,45 +137,76 @@ def probe(decoder: Any, max_context: int) -> None:
     """
     name = f"model {decoder.config.model_type!r}"
     lengths = [min(5, max_context), min(3, max_context)]
-    position_ids = torch.cat([torch.arange(length) for length in lengths])
     input_ids = torch.arange(sum(lengths)) % decoder.config.vocab_size
     was_training = decoder.training
     decoder.eval()
     try:
         # Their code on its own comes first: what fails there is the configuration's fault, not ours.
-        decoder.set_attn_implementation("eager")
-        try:
-            alone = [
-                decoder(input_ids=ids[None], use_cache=False, output_hidden_states=True)
-                for ids in input_ids.split(lengths)
-            ]
-        except Exception as error:
-            raise UserError(f"{name} does not run as configured: {complaint(error)}") from None
-        decoder.set_attn_implementation("bytescale")
-        context = AttentionContext(
-            local_layout(lengths), CpuKernel(), PeerToPeer(None, 1.0, torch.device("cpu")), max_context
-        )
-        try:
-            packed = decoder.base_model(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, pieces=context
-            ).last_hidden_state[0]
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+        hidden, logits = _hugging_face(decoder, name, input_ids, lengths)
+        packed = _ours(decoder, name, input_ids, lengths, max_context)
     finally:
         decoder.set_attn_implementation("bytescale")
         decoder.train(was_training)
-    hidden = torch.cat([output.hidden_states[-1][0] for output in alone])
-    logits = torch.cat([output.logits[0] for output in alone])
+    head = decoder.get_output_embeddings().weight
     if not _close(packed, hidden):
         raise UserError(
             f"{name} does something that is not supported yet: its layers give another result than with eager "
             "attention on each sequence alone"
         )
-    if not _close(torch.nn.functional.linear(hidden, decoder.get_output_embeddings().weight), logits):
+    if not _close(torch.nn.functional.linear(hidden, head), logits):
         raise UserError(
             f"{name} does something in its head beyond a linear layer (bias, scaling or softcapping), which is not "
             "supported yet"
         )
+    names = {id(parameter): key for key, parameter in decoder.named_parameters()}
+    ignored = _leaves(logits) - _leaves(packed) - {id(head)}
+    if left_out := sorted(names[leaf] for leaf in ignored if leaf in names):
+        raise UserError(f"{name} has a parameter that our attention or head would leave out ({left_out[0]})")
+
+
+def _hugging_face(decoder: Any, name: str, input_ids_T: torch.Tensor, lengths: list[int]) -> tuple[Any, Any]:
+    """(hidden_TE, logits_TV) of the sequences, each alone, through eager attention and their head."""
+    decoder.set_attn_implementation("eager")
+    try:
+        outputs = [
+            decoder(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+            for ids in input_ids_T.split(lengths)
+        ]
+    except Exception as error:
+        raise UserError(f"{name} does not run as configured: {complaint(error)}") from None
+    return torch.cat([o.hidden_states[-1][0] for o in outputs]), torch.cat([o.logits[0] for o in outputs])
+
+
+def _ours(decoder: Any, name: str, input_ids_T: torch.Tensor, lengths: list[int], max_context: int) -> torch.Tensor:
+    """hidden_TE of the sequences in one pack."""
+    decoder.set_attn_implementation("bytescale")
+    comm = PeerToPeer(None, 1.0, torch.device("cpu"))
+    context = AttentionContext(local_layout(lengths), CpuKernel(), comm, max_context)
+    position_ids_T = torch.cat([torch.arange(length) for length in lengths])
+    try:
+        output = decoder.base_model(
+            input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, pieces=context
+        )
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    hidden_TE: torch.Tensor = output.last_hidden_state[0]
+    return hidden_TE
+
+
+def _leaves(result: torch.Tensor) -> set[int]:
+    """Identities of the parameters that `result` depends on: a walk of the graph, which costs no gradient."""
+    leaves: set[int] = set()
+    seen: set[Any] = set()
+    waiting = [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
 
 
 def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
