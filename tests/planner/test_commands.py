@@ -116,6 +116,8 @@ BAD = [
     ([*BATCH, "--offload", "1.5"], "ratio in 0..1"),
     ([*BATCH, "--offload", "nan"], "ratio in 0..1"),
     ([*BATCH, "--ranks", "0"], "--ranks is 0"),
+    ([*BATCH, "--ranks", "100000000000"], "up to"),
+    ([*BATCH, "--tokens-per-rank", "9999999999999M"], "up to"),
     ([*BATCH, "--pp-size", "33"], "33"),
     ([*BATCH, "--tp-size", "3"], "tp_size is 3"),
     ([*BATCH, "--batch-sequences", "5"], "not both"),

@@ -21,6 +21,10 @@ FloatArray = npt.NDArray[np.float64]
 Offload = Literal["auto", "off"] | float
 
 
+MAX_RANKS = 2**22
+MAX_TOKENS = 2**48
+
+
 @dataclass(frozen=True)
 class Problem:
     """Checked input of a strategy.
@@ -102,7 +106,7 @@ def check_lengths(lengths: Sequence[int] | npt.ArrayLike) -> IntArray:
     if len(low):
         i = int(low[0])
         raise UserError(f"sequence {i} has length {lengths_entry(values, i)}; a length is at least 1 token")
-    if float(values.max()) > 2**48:
+    if float(values.max()) > MAX_TOKENS:
         i = int(values.argmax())
         raise UserError(f"sequence {i} has length {lengths_entry(values, i)}; that is no token count")
     return values.astype(np.int64)
@@ -135,6 +139,9 @@ def make_problem(
     for name, number in (("hdp_size", hdp_size), ("tokens_per_rank", tokens_per_rank), ("pp_size", pp_size)):
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
             raise UserError(f"{name} is {number}; it must be an integer of at least 1")
+    for name, number, most in (("hdp_size", hdp_size, MAX_RANKS), ("tokens_per_rank", tokens_per_rank, MAX_TOKENS)):
+        if number > most:
+            raise UserError(f"{name} is {number}; the planner goes up to {most}")
     if pp_size > cost.num_layers:
         raise UserError(f"pp_size is {pp_size}, but the model has {cost.num_layers} layers; every stage needs one")
     problem = Problem(
