@@ -19,6 +19,7 @@ from bytescale.launch import report_to_launcher
 
 _COMMANDS = {
     "train": ("bytescale.cli.train", "Train a model on sequences of mixed length."),
+    "profile": ("bytescale.cli.profile", "Measure this machine for a model and fit the cost model."),
     "report": ("bytescale.cli.report", "Write the report of a run directory as one HTML file."),
 }
 """Name -> (module, one line of help). The module holds a click command of that name."""

@@ -44,17 +44,22 @@ def open_offloader(config: Config, model: LossModel, world: World) -> Iterator[O
     if not may_offload(config):
         yield None
         return
-    offloader = Offloader(model, lambda: _tier(config, world), config.offload.min_bytes)
+    offloader = Offloader(model, lambda: open_tier(config, world.device), config.offload.min_bytes)
     try:
         yield offloader
     finally:
         offloader.close()
 
 
-def _tier(config: Config, world: World) -> Tier:
+def open_tier(config: Config, device: torch.device) -> Tier:
+    """The tier of this rank.
+
+    Raises:
+        UserError: its directory cannot be used.
+    """
     limit = config.offload.limit_bytes
-    if world.device.type == "cuda":
-        return PinnedTier(world.device, _free_host_bytes() // 2 // _local_ranks() if limit is None else limit)
+    if device.type == "cuda":
+        return PinnedTier(device, _free_host_bytes() // 2 // _local_ranks() if limit is None else limit)
     directory = Path(config.offload.dir if config.offload.dir is not None else config.run.dir)
     if limit is None:
         try:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from bytescale.config import Config
-from bytescale.cost import ModelShape, attention_bytes, cluster_spec, cost_model
+from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec, cost_model
+from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
 from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
 from bytescale.errors import UserError
 from bytescale.plan import StepPlan
@@ -39,6 +40,7 @@ class Prepared:
         stages: layers of each pipeline stage.
         planner: makes the plan of a global batch from its lengths.
         static_planner: the same with one degree for all, to compare with.
+        notes: lines to show before the first step.
     """
 
     model_config: Any
@@ -47,6 +49,7 @@ class Prepared:
     stages: list[range]
     planner: Planner
     static_planner: Planner
+    notes: tuple[str, ...] = ()
 
 
 def prepare(config: Config, world_size: int) -> Prepared:
@@ -71,6 +74,7 @@ def prepare(config: Config, world_size: int) -> Prepared:
         stages,
         make_planner(config, shape, hdp_size, config.plan.strategy),
         make_planner(config, shape, hdp_size, "static"),
+        _notes(config, shape, dataset),
     )
     _check_fits(config, dataset, -(-shape.num_layers // pp_size), hdp_size)
     # Finds what only the strategy knows, such as a context that no divisor of the ranks holds.
@@ -82,10 +86,9 @@ def prepare(config: Config, world_size: int) -> Prepared:
 
 def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str) -> Planner:
     """The planner of this run: a pure function of the lengths, equal on all ranks."""
-    cost = cost_model(shape, cluster_spec("h100"), recompute=config.train.activation_checkpointing == "full")
-
+    cost = run_cost(config, shape)
     # Without measured copies a CPU offloads only what must be, see `bytescale.train.offloading`.
-    only_if_needed = config.plan.offload == "auto" and not torch.cuda.is_available()
+    only_if_needed = config.plan.offload == "auto" and config.plan.profile is None and not torch.cuda.is_available()
 
     def planner(lengths: IntArray) -> StepPlan:
         fits = int(lengths.max()) <= hdp_size * config.plan.tokens_per_rank
@@ -104,6 +107,33 @@ def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str
     return planner
 
 
+def _notes(config: Config, shape: ModelShape, dataset: SequenceDataset) -> tuple[str, ...]:
+    if config.plan.profile is None:
+        return ()
+    beyond = beyond_range(_profile(config, shape), dataset.lengths)
+    return () if beyond is None else (beyond,)
+
+
+def run_cost(config: Config, shape: ModelShape) -> CostModel:
+    """What plans of this run are judged by: the profile where there is one, else estimates from the model's shape.
+
+    Raises:
+        UserError: the profile cannot be read, or is of another model or device.
+    """
+    recompute = config.train.activation_checkpointing == "full"
+    if config.plan.profile is None:
+        return cost_model(shape, cluster_spec("h100"), recompute=recompute)
+    profile = _profile(config, shape)
+    return profile_cost(profile, num_layers=shape.num_layers, recompute=recompute)
+
+
+def _profile(config: Config, shape: ModelShape) -> Profile:
+    path = Path(str(config.plan.profile))
+    profile = read_profile(path)
+    check_profile(profile, shape, "cuda" if torch.cuda.is_available() else "cpu", path)
+    return profile
+
+
 def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) -> int | None:
     """Bytes that `static` would have sent for a batch; None where it cannot hold the context."""
     try:
@@ -117,8 +147,6 @@ def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) 
 def _check_supported(config: Config) -> None:
     if config.parallel.tp_size != 1:
         raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
-    if config.plan.profile is not None:
-        raise UserError("plan.profile: measured profiles cannot be used yet; leave it out")
 
 
 def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, hdp_size: int) -> None:

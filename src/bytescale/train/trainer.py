@@ -115,7 +115,8 @@ class _Run:
                 write_text_atomically(self.run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
                 metrics_file = stack.enter_context(MetricsFile(self.run_dir / "metrics.jsonl"))
                 progress = stack.enter_context(Progress(self.config.train.steps))
-                progress.note(self.prepared.dataset.counts.describe())
+                for note in (self.prepared.dataset.counts.describe(), *self.prepared.notes):
+                    progress.note(note)
             loader = stack.enter_context(self._loader())
             for data in loader:
                 metrics = self._step(data)

@@ -1,0 +1,177 @@
+"""`bytescale profile CONFIG`: measure this machine for the model of a run, fit the cost model, store and draw both.
+
+Ranks are started as for training (two by default, so that links can be measured); rank 0 measures compute and copies
+while the others wait, then pairs of ranks measure their link. Settings that decide speed (model, type, threads, offload
+directory) come from the configuration, so the profile is that of the run.
+"""
+
+import json
+import platform
+import socket
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bytescale import __version__
+from bytescale.cli.planning import TokenCount
+from bytescale.config import Config
+from bytescale.configfile import load_config, parse_overrides
+from bytescale.cost.profile import Fit, Profile, make_profile, predicted_layer_s, write_profile
+from bytescale.errors import UserError
+from bytescale.launch import describe, is_launched_rank, launch, prepare_launched_rank
+from bytescale.planfile import write_text_atomically
+from bytescale.report import units
+from bytescale.report.page import Chart, page
+from bytescale.report.svg import Series, line_chart
+
+
+@click.command(
+    "profile",
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="CONFIG [--out FILE] [--max-length N] [--rounds N] [--nproc N] [--section.key value ...]",
+)
+@click.option("--out", type=click.Path(path_type=Path), default="profile.json", show_default=True, help="Profile file.")
+@click.option("--max-length", type=TokenCount(), help="Longest length measured [default: data.max_context].")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Runs of every point; the best one counts.")
+@click.option("--nproc", type=int, default=2, show_default=True, help="Number of local ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
+def profile(
+    out: Path, max_length: int | None, rounds: int, nproc: int, as_json: bool, arguments: tuple[str, ...]
+) -> int:
+    """Measure layers, links and copies for the model of CONFIG on this machine, and fit the cost model to them.
+
+    Writes FILE and a page beside it that shows the points against the fit. Use it with plan.profile in a run, or with
+    --profile where a command takes it.
+    """
+    overrides, rest = parse_overrides(arguments)
+    if len(rest) != 1:
+        raise UserError(f"one configuration file is needed, {len(rest)} are given" + "".join(f" {w}" for w in rest[:3]))
+    if rounds < 1 or nproc < 2:
+        raise UserError("--rounds must be at least 1, --nproc at least 2: a link has two ends")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no directory {out.parent}")
+    config = load_config(Path(rest[0]), overrides)
+    longest = max_length if max_length is not None else config.data.max_context
+    if longest < 1024:
+        raise UserError(f"--max-length is {longest}; a fit needs lengths up to at least 1024")
+    if is_launched_rank():
+        prepare_launched_rank()
+        made = _measure(config, longest, rounds)
+        if made is not None:
+            _show(made, out, as_json)
+        return 0
+    command = ["-m", "bytescale", "profile", "--out", str(out), "--max-length", str(longest), "--rounds", str(rounds)]
+    command += ["--json"] * as_json + list(arguments)
+    failure = launch(nproc, command, run_dir=Path(config.run.dir), compute_threads=config.train.compute_threads or 1)
+    if failure is None:
+        return 0
+    if failure.traceback:
+        click.echo(failure.traceback.rstrip(), err=True)
+    click.echo(f"bytescale: {describe(failure)}", err=True)
+    return 2 if failure.kind == "user" else 1
+
+
+def _measure(config: Config, longest: int, rounds: int) -> Profile | None:
+    """The profile, on rank 0; imports torch."""
+    try:
+        from bytescale.train.profiling import measure
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("bytescale"):
+            raise
+        raise UserError(f"profiling needs {error.name}: pip install 'bytescale[train]'") from None
+    found = measure(config, longest, rounds)
+    if found is None:
+        return None
+    shape, device, points, ranks_per_node = found
+    return make_profile(
+        points=points,
+        model=shape,
+        device=device,
+        hardware=_hardware(),
+        versions={name: version(name) for name in ("torch", "transformers", "numpy")}
+        | {"bytescale": __version__},
+        settings={
+            "dtype": config.train.dtype,
+            "compute_threads": config.train.compute_threads or 1,
+            "offload_dir": config.offload.dir or config.run.dir,
+            "host": socket.gethostname(),
+        },
+        ranks_per_node=ranks_per_node,
+    )
+
+
+def _hardware() -> str:
+    """The processor's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _show(made: Profile, out: Path, as_json: bool) -> None:
+    write_profile(made, out)
+    picture = out.with_suffix(".html")
+    write_text_atomically(picture, _page(made))
+    facts = profile_figures(made)
+    if as_json:
+        click.echo(json.dumps({"profile": str(out), "page": str(picture), **facts}))
+        return
+    for name, value in facts.items():
+        click.echo(f"{name:<28}{value if isinstance(value, str) else units.significant(float(value))}")
+    click.echo(f"profile: {out}\npage: {picture}")
+
+
+def profile_figures(made: Profile) -> dict[str, Any]:
+    """What a profile says, as flat values; names carry units."""
+    fit = made.fit
+    figures: dict[str, Any] = {
+        "hardware": made.hardware,
+        "shortest_tokens": made.shortest,
+        "longest_tokens": made.longest,
+    }
+    for name, direction in (("forward", fit.forward), ("backward", fit.backward)):
+        figures |= {f"{name}_{key}": value for key, value in vars(direction).items() if key != "transfer"}
+    figures |= {
+        "block_half_tokens": fit.block_half_tokens,
+        "activation_bytes_per_token": fit.activation_bytes_per_token,
+        "intra_node_latency_s": fit.intra_node.latency_s,
+        "intra_node_bytes_per_s": fit.intra_node.bytes_per_s,
+        "copy_bytes_per_s": fit.copy_bytes_per_s,
+    }
+    return figures | {f"worst_residual_{table}": made.worst_residual(table) for table in made.residuals}
+
+
+def _page(made: Profile) -> str:
+    charts = [_layer_chart(made, made.fit, column) for column in ("forward_s", "backward_s")]
+    activation = made.points["activation"]
+    charts.append(
+        Chart("Activations of one layer", line_chart([_series("measured", activation, "num_bytes")], units.size))
+    )
+    residuals = [
+        Series(column[:-2], list(zip(made.points["layer"]["length"], values, strict=True)))
+        for column, values in made.residuals["layer"].items()
+    ]
+    charts.append(Chart("Residual of the layer fit", line_chart(residuals), "Prediction over measurement, minus 1."))
+    facts = [
+        (name, str(v) if isinstance(v, str) else units.significant(v)) for name, v in profile_figures(made).items()
+    ]
+    return page("ByteScale profile", made.model.name, facts, charts)
+
+
+def _series(name: str, columns: Any, column: str) -> Series:
+    return Series(name, list(zip(map(float, columns["length"]), map(float, columns[column]), strict=True)))
+
+
+def _layer_chart(made: Profile, fit: Fit, column: str) -> Chart:
+    lengths = list(made.points["layer"]["length"])
+    direction = fit.forward if column == "forward_s" else fit.backward
+    predicted = predicted_layer_s(fit, direction, lengths)
+    series = [_series("measured", made.points["layer"], column)]
+    series.append(Series("fit", list(zip(lengths, predicted.tolist(), strict=True))))
+    if made.points["held_out"]["length"]:
+        series.append(_series("held out", made.points["held_out"], column))
+    return Chart(f"One layer, {column[:-2]}", line_chart(series, units.duration, zero=True), "By sequence length.")
