@@ -15,6 +15,7 @@ from rich.console import Console
 
 from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.cost.presets import cluster_spec, model_shape
+from bytescale.cost.profile import Profile, beyond_range, profile_cost, read_profile
 from bytescale.errors import UserError, nearest
 from bytescale.lengths import LengthSource, batches, length_source
 from bytescale.planner.problem import Offload
@@ -44,7 +45,8 @@ class Request:
     """The shared options, checked.
 
     Attributes:
-        cost: the cost model of the chosen model and cluster, or of `--cost`.
+        cost: the cost model of the chosen model and cluster, of `--cost` or of `--profile`.
+        profile: the profile, where one was given.
         others: named as the options are.
     """
 
@@ -60,11 +62,15 @@ class Request:
     offload: Offload
     seed: int
     rank_speed: npt.NDArray[np.float64] | None
+    profile: Profile | None = None
 
     def batches(self, num: int) -> list[IntArray]:
-        """The global batches that source, size and seed give."""
-        drawn = batches(self.source, num, self.seed, tokens=self.batch_tokens, sequences=self.batch_sequences)
-        return list(drawn)
+        """The global batches that source, size and seed give; says so where a profile must be extrapolated for them."""
+        generator = batches(self.source, num, self.seed, tokens=self.batch_tokens, sequences=self.batch_sequences)
+        drawn = list(generator)
+        if self.profile is not None and (beyond := beyond_range(self.profile, np.concatenate(drawn))) is not None:
+            click.echo(f"bytescale: {beyond}", err=True)
+        return drawn
 
     def arguments(self, *, allow_blocks: bool) -> dict[str, Any]:
         """Keyword arguments of `bytescale.planner.plan`."""
@@ -94,7 +100,13 @@ _OPTIONS = (
     click.option("--context", type=TokenCount(), help="Longest sequence static must hold [default: the longest]."),
     click.option("--model", default="llama-7b", show_default=True, help="Model preset."),
     click.option("--cluster", default="h100", show_default=True, help="Cluster preset."),
-    click.option("--cost", "cost_name", help="dense-flops: count s*(12h + s), h = 4096, nothing else."),
+    click.option(
+        "--cost",
+        "--profile",
+        "cost_name",
+        metavar="NAME|FILE",
+        help="A file of `bytescale profile` in place of model and cluster, or dense-flops: s*(12h + s), h = 4096.",
+    ),
     click.option("--offload", default="auto", show_default=True, help="auto, off, or one ratio in [0, 1]."),
     click.option("--rank-speed", type=click.Path(path_type=Path), help="File with a relative speed for each rank."),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the drawn batch and of any search."),
@@ -162,17 +174,30 @@ def request(
         offload=parse_offload(offload),
         seed=seed,
         rank_speed=None if rank_speed is None else read_rank_speed(rank_speed),
+        profile=chosen_profile(cost_name),
     )
 
 
 def chosen_cost(model: str, cluster: str, cost_name: str | None, tp_size: int) -> CostModel:
-    """The cost model of the names; `--cost` replaces the cluster."""
+    """The cost model of the names; `--cost` replaces the cluster, a profile the model as well."""
     if cost_name is None:
         cluster_spec(cluster)
         return preset_cost(model, cluster, tp_size=tp_size)
+    if (profile := chosen_profile(cost_name)) is not None:
+        if tp_size != 1:
+            raise UserError(f"--profile {cost_name} was measured on ranks of one device; --tp-size is {tp_size}")
+        return profile_cost(profile)
     if cost_name not in COSTS:
-        raise UserError(f"unknown --cost {cost_name!r}; {nearest(cost_name, COSTS)}")
+        raise UserError(f"unknown --cost {cost_name!r}, and no profile of that name; {nearest(cost_name, COSTS)}")
     return dense_flops(model_shape(model).num_layers)
+
+
+def chosen_profile(cost_name: str | None) -> Profile | None:
+    """The profile that `--profile` names, None where it names none."""
+    if cost_name is None or cost_name in COSTS:
+        return None
+    path = Path(cost_name)
+    return read_profile(path) if path.suffix == ".json" or path.exists() else None
 
 
 def parse_offload(text: str) -> Offload:
