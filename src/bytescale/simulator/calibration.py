@@ -1,7 +1,7 @@
 """The calibrated clusters of the paper: one set of constants per model, from `calibration.toml`, each with its source.
 
-A model's constants are the time of one layer and direction on one rank for 8K tokens (C): attention of a pair of 8K
-blocks, everything linear, one ring step of 8K keys and values. With C tokens a rank,
+A model's constants are the time of one layer and direction on one rank for 8K tokens (C): everything linear, and one
+ring step of 8K keys and values. Attention of a pair of 8K blocks follows from one rate for all models. With C tokens,
 
     T(s) = attention * (s / C)^2 + linear * (s / C),      ring step = max(attention, transfer, floor).
 
@@ -92,7 +92,8 @@ def paper_cluster(name: str, calibration: dict[str, Any] | None = None) -> Paper
 
 
 def _cost(model: ModelShape, own: dict[str, Any], common: dict[str, Any], capacity: int) -> CostModel:
-    square_s = own["attention_ms"] * _MS / capacity**2
+    heads = model.num_heads / own["tp_size"]
+    square_s = constant(common, "attention_ms_per_head") * heads * _MS / capacity**2
     token_s = own["linear_ms"] * _MS / capacity
     kv_bytes = model.kv_bytes_per_token / own["tp_size"]
     link = Link(0.0, kv_bytes * capacity / (own["transfer_ms"] * _MS))

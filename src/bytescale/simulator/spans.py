@@ -1,7 +1,7 @@
 """The timeline of chosen ranks as trace spans, which Perfetto draws and the report reads.
 
-One process per rank; tracks `compute` or `stage s` (forward, backward, communication and copies that were exposed, waiting),
-`p2p`, `d2h`, `h2d`, with a pipeline one of each a stage. Inside an operation kernels come first, then what they could not hide,
+One process per rank; tracks `compute` (forward, backward, exposed communication and copies, waiting), `p2p`, `d2h`,
+`h2d`; with a pipeline one of each a stage. Inside an operation kernels come first, then what they could not hide,
 then waiting for the gang: the order within a layer is finer than the engine goes. Spans of a track never overlap and
 end within the step. Cost: a few small objects per micro-batch, stage and direction of the chosen ranks.
 """

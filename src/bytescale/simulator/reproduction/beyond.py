@@ -145,7 +145,9 @@ def _chunked_row(cluster: PaperCluster, data: str, batches: Sequence[IntArray]) 
     }
     rate = float((cluster.batch_tokens / time_s).mean())
     name = cluster.model.name
-    return Row("beyond", "tokens/s", rate, model=name, data=data, context="2M", system="chunked (estimate)", extra=extra)
+    return Row(
+        "beyond", "tokens/s", rate, model=name, data=data, context="2M", system="chunked (estimate)", extra=extra
+    )
 
 
 def _with_speedups(rows: list[Row]) -> list[Row]:
@@ -178,7 +180,12 @@ def scaling(planner: PlanFunction, progress: Progress = None) -> list[Row]:
             bound = lower_bound_s(base.cost, cut, ranks)
             for name in ("static", "best"):
                 step, _ = run_strategy(planner, cluster, cut, name, int(cut.max()))
-                extra = {"ranks": ranks, "step_s": step.step_time_s, "gap": step.step_time_s / bound, "context": context}
+                extra = {
+                    "ranks": ranks,
+                    "step_s": step.step_time_s,
+                    "gap": step.step_time_s / bound,
+                    "context": context,
+                }
                 rate = float(cut.sum()) / step.step_time_s
                 rows.append(Row("scaling", "tokens/s", rate, model="llama-7b", data=data, system=name, extra=extra))
     return rows

@@ -40,9 +40,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "fig4": Figure("Sequence lengths of the two data sets", lambda r: figure_4()),
         "fig5": Figure("Bubbles of unequal micro-batches", lambda r: figure_5()),
         "fig6": Figure("Attention share over length; random packing", lambda r: figure_6()),
-        "fig17": Figure(
-            "Speedup over static of six models", lambda r: figure_17(r.planner, r.num_batches, r.progress)
-        ),
+        "fig17": Figure("Speedup over static of six models", lambda r: figure_17(r.planner, r.num_batches, r.progress)),
         "fig18": Figure("Case study: one layer, one step, all ranks", lambda r: figure_18(r.planner, r.num_batches)),
         "fig19": Figure("Busy kernels and ring traffic", lambda r: figure_19(r.planner, r.num_batches)),
         "fig20": Figure("Ablation", lambda r: figure_20(r.planner, r.num_batches)),

@@ -176,8 +176,10 @@ def _run(units: list[_Unit], queues: list[list[int]], cluster: PaperCluster) -> 
     sizes = np.array([len(unit.forward_s) for unit in units])
     first = np.cumsum(sizes) - sizes
     parts = np.arange(int(sizes.sum()))
-    per_layer = np.stack([np.concatenate([u.forward_s for u in units]), np.concatenate([u.backward_s for u in units])], 1)
-    duration = (per_layer[:, None, :] * layers[None, :, None]).ravel()
+    per_layer = np.stack(
+        [np.concatenate([u.forward_s for u in units]), np.concatenate([u.backward_s for u in units])], 1
+    )
+    duration = np.asarray(per_layer[:, None, :] * layers[None, :, None], np.float64).ravel()
     source: list[IntArray] = []
     target: list[IntArray] = []
     tokens = np.concatenate([unit.tokens for unit in units])

@@ -27,7 +27,7 @@ def figure_4() -> list[Row]:
     for data in ("byted", "github"):
         paper: dict[str, Any] = published()["fig4"][data]
         lengths = stratified_batches(
-            length_source(data), num_batches=1, batch_tokens=4096 * K * K, context=2048 * K, seed=0
+            length_source(data), num_batches=1, batch_tokens=1024 * K * K, context=2048 * K, seed=0
         )[0]
         tokens = float(lengths.sum())
         ours = {

@@ -1,0 +1,82 @@
+"""`bytescale reproduce [FIGURE]`: the published figures beside ours, as tables, CSV, pictures and the page of the docs.
+
+The simulator does not know the planner; this command hands it over. Everything is seeded: the same version gives the
+same numbers.
+"""
+
+import csv
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bytescale.cli.planning import wide_console
+from bytescale.errors import UserError, nearest
+from bytescale.planfile import write_text_atomically
+from bytescale.planner import plan_with_origin
+from bytescale.report.simulation_page import reproduction_page
+from bytescale.report.simulation_plots import draw_figure
+from bytescale.report.simulation_rows import rows_table
+from bytescale.simulator.calibration import CALIBRATION_FILE
+from bytescale.simulator.reproduction.catalogue import FIGURES, Request
+from bytescale.simulator.reproduction.rows import Row
+from bytescale.simulator.reproduction.systems import NUM_BATCHES
+
+
+@click.command("reproduce")
+@click.argument("figure", default="all", metavar="[FIGURE]")
+@click.option("--batches", "num_batches", type=click.IntRange(min=1), default=NUM_BATCHES, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Directory for CSV files and pictures.")
+@click.option("--page", type=click.Path(path_type=Path), help="Write the page of tables and pictures here (Markdown).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list of rows and nothing else.")
+def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None, as_json: bool) -> None:
+    """Compute a published figure and print ours, the paper's and the ratio.
+
+    FIGURE is fig4, fig5, fig6, fig17, fig18, fig19, fig20, fig21, beyond, scaling or all (default). All of them take
+    several minutes with 20 batches a cell; fig4 to fig6 and fig21 take seconds.
+    """
+    if figure != "all" and figure not in FIGURES:
+        raise UserError(f"unknown figure {figure!r}; {nearest(figure, [*FIGURES, 'all'])}")
+    if page is not None and figure != "all":
+        raise UserError("--page shows all figures: leave FIGURE out")
+    names = list(FIGURES) if figure == "all" else [figure]
+    progress = Console(stderr=True)
+    rows: dict[str, list[Row]] = {}
+    for name in names:
+        with progress.status(FIGURES[name].title) as status:
+            asked = Request(plan_with_origin, num_batches, progress=status.update)
+            rows[name] = FIGURES[name].rows(asked)
+        if not as_json:
+            wide_console().print(rows_table(rows[name], f"{name}: {FIGURES[name].title}"))
+    pictures = out if out is not None else (page.parent / "images" if page is not None else None)
+    for name in names:
+        if out is not None:
+            _write_csv(rows[name], out / f"{name}.csv")
+        if pictures is not None:
+            draw_figure(name, rows[name], pictures / f"reproduce-{name}.svg")
+    if page is not None:
+        write_text_atomically(page, reproduction_page(rows, num_batches))
+    if as_json:
+        click.echo(json.dumps([row.to_dict() for name in names for row in rows[name]]))
+        return
+    click.echo(f"constants: {CALIBRATION_FILE}; published figures: src/bytescale/simulator/published.toml")
+
+
+def _write_csv(rows: list[Row], path: Path) -> None:
+    """All columns any row has, in order of first appearance; cells that hold lists or tables are JSON."""
+    records = [row.to_dict() for row in rows]
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            for record in records:
+                plain = {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in record.items()}
+                writer.writerow(plain)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+command = reproduce
