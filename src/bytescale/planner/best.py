@@ -70,6 +70,10 @@ class Budget:
     guesses: int
     random_tries: int
 
+    def half(self) -> "Budget":
+        """Half of every limit."""
+        return Budget(self.candidates // 2, self.gap_candidates // 2, self.guesses // 2, self.random_tries // 2)
+
     @staticmethod
     def of(problem: Problem, num_gangs: int) -> "Budget":
         """Limits that keep 512 sequences on 64 ranks in tens of milliseconds and 100,000 on 16,384 below a second."""
@@ -144,7 +148,7 @@ def own_plans(problem: Problem, goal: float) -> list[StepPlan]:
     fits_without = longest <= problem.tokens_per_rank * problem.hdp_size
     if problem.offload == "auto" and fits_without and _step_s(problem, plans[0]) > goal * (1 + GOOD_ENOUGH):
         kept = replace(problem, offload="off")
-        plans.append(_plan_of(kept, search(kept, goal)))
+        plans.append(_plan_of(kept, search(kept, goal, second=True)))
     if problem.rank_speed is not None:
         even = replace(problem, rank_speed=None)
         plans.append(_plan_of(problem, _rename_ranks(even, search(even, reachable_s(even)), problem.rank_speed)))
@@ -172,11 +176,12 @@ def _rename_ranks(problem: Problem, placement: Placement, speed: FloatArray) -> 
     return replace(placement, ranks=name[placement.ranks])
 
 
-def search(problem: Problem, bound: float) -> Placement:
-    """The placement with the shortest step among the counted tries."""
+def search(problem: Problem, bound: float, second: bool = False) -> Placement:
+    """The placement with the shortest step among the counted tries; a second search of a problem has half the tries."""
     least = least_work_degrees(problem).degree
     goal = bound * (1 + GOOD_ENOUGH)
     budget = Budget.of(problem, int((least > 1).sum()))
+    budget = budget.half() if second else budget
     tried: list[tuple[float, IntArray]] = []
     with_gaps: list[tuple[float, IntArray]] = []
     best: Placement | None = None
