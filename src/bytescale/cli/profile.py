@@ -86,6 +86,7 @@ def _measure(config: Config, longest: int, rounds: int) -> Profile | None:
     if found is None:
         return None
     shape, device, points, ranks_per_node = found
+    threads = config.train.compute_threads or 1
     return make_profile(
         points=points,
         model=shape,
@@ -95,9 +96,10 @@ def _measure(config: Config, longest: int, rounds: int) -> Profile | None:
         | {"bytescale": __version__},
         settings={
             "dtype": config.train.dtype,
-            "compute_threads": config.train.compute_threads or 1,
+            "compute_threads": threads,
             "offload_dir": config.offload.dir or config.run.dir,
             "host": socket.gethostname(),
+            "clock": "events" if device == "cuda" else "thread CPU time" if threads == 1 else "wall time",
         },
         ranks_per_node=ranks_per_node,
     )

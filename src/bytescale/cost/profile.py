@@ -248,8 +248,8 @@ def check_profile(profile: Profile, shape: ModelShape, device: str, path: Path |
         UserError: names the first size that differs.
     """
     ours, theirs = asdict(shape), asdict(profile.model)
-    for key in sorted(set(ours) - {"name", "num_layers"}):
-        if ours[key] != theirs[key]:
+    for key in ours:
+        if key not in ("name", "num_layers") and ours[key] != theirs[key]:
             raise UserError(
                 f"profile {path} is of another model: {key} is {theirs[key]} there and {ours[key]} here; "
                 "profile this one with `bytescale profile`"

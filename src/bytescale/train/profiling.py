@@ -95,7 +95,7 @@ def _rows(table: Table, lengths: list[int]) -> Table:
 
 def _link_points(world: World, hosts: list[str]) -> Points:
     """Links of rank 0 to a partner on its machine and to one on another; the other ranks wait."""
-    clock = Clock(world.device)
+    clock = Clock(world.device, waiting_counts=True)
     points: Points = {"inter_node": {"num_bytes": [], "time_s": []}}
     for name, same in (("intra_node", True), ("inter_node", False)):
         partner = next((r for r in range(1, world.size) if (hosts[r] == hosts[0]) == same), None)
