@@ -169,6 +169,7 @@ def test_the_last_choice_of_a_model_wins(tmp_path: Path, arguments: str, expecte
         (MINIMAL, "--train.compute_threads 0", "train.compute_threads = 0; it must be at least 1"),
         (MINIMAL, "--train.min_lr_ratio 1.5", "train.min_lr_ratio = 1.5; it lies in 0..1"),
         (MINIMAL, "--train.weight_decay -0.1", "train.weight_decay = -0.1; it must be at least 0"),
+        (MINIMAL, "--train.lr 1e38", "train.lr = 1e+38; it must be above 0 and at most 1e+09"),
         (MINIMAL, "--train.beta1 1", "train.beta1 = 1.0; it must be at least 0 and below 1"),
         (MINIMAL, "--train.beta2 -0.1", "train.beta2 = -0.1; it must be at least 0 and below 1"),
         (MINIMAL, "--run.comm_timeout_s 1e300", "comm_timeout_s = 1e+300; it must be above 0 and at most 2592000"),

@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bytescale.launch import RankFailure, describe, is_launched_rank, launch, report_to_launcher
+from bytescale.launch import RankFailure, _root_cause, describe, is_launched_rank, launch, report_to_launcher
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -18,7 +19,7 @@ RANKS = '''
 """A stand-in for training: `behaviour` is what rank 1 does; the others notice a lost peer at once, or hang."""
 import json, os, signal, sys, time
 from pathlib import Path
-from bytescale.errors import CommunicationError, UserError
+from bytescale.errors import CommunicationError, RunError, UserError
 from bytescale.launch import prepare_launched_rank, report_to_launcher
 
 behaviour, others, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -51,6 +52,8 @@ time.sleep(0.2)
 if behaviour == "user":
     time.sleep(0.3)
     fail(UserError("line 3 of x.txt is broken"), 2)
+if behaviour == "run":
+    fail(RunError("cannot write x: No space left on device"), 1)
 if behaviour == "raise":
     time.sleep(0.3)
     try:
@@ -111,6 +114,7 @@ def test_success_leaves_nothing_behind(script: Path, monkeypatch: pytest.MonkeyP
     [
         ("user", "user", 2, "line 3 of x.txt is broken"),
         ("all-user", "user", 2, "the same for all"),
+        ("run", "run", 1, "cannot write x: No space left on device"),
         ("raise", "exception", 1, "failed with exit code 1 after step 7: ZeroDivisionError: by nothing"),
         ("exit", "exception", 3, "failed with exit code 3 after step 7"),
         (str(int(signal.SIGKILL)), "signal", -9, "was killed by SIGKILL after step 7"),
@@ -134,6 +138,27 @@ def test_the_cause_is_found_whoever_ends_first(
     assert alive(script.parent) == []
     printed = capfd.readouterr()
     assert printed.out == "" and "elastic" not in printed.err and "Traceback" not in printed.err
+
+
+def torch_failure(rank: int, exit_code: int, timestamp: int, **record: object) -> SimpleNamespace:
+    return SimpleNamespace(pid=100 + rank, exitcode=exit_code, timestamp=timestamp, error_file_data=record)
+
+
+def test_what_the_agent_ends_is_not_the_cause() -> None:
+    """A stopped rank survives SIGTERM; half a minute after the others the agent kills it."""
+    peers = {rank: torch_failure(rank, 1, 50, kind="peer", message=f"rank {rank} waited") for rank in (1, 3)}
+    for number, seconds in ((signal.SIGTERM, 0), (signal.SIGKILL, 32)):
+        cause = _root_cause(peers | {2: torch_failure(2, -number, 50 + seconds)}, 4)
+        assert (cause.kind, cause.rank, cause.message) == ("peer", 1, "rank 1 waited")
+    cause = _root_cause({1: peers[1], 2: torch_failure(2, -signal.SIGKILL, 52)}, 4)
+    assert describe(cause) == "rank 2 (pid 102) was killed by SIGKILL after step 4"
+
+
+def test_a_rank_that_cannot_leave_its_error_speaks_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "bytescale-local-1")
+    (tmp_path / "none").write_text("a file in the place of the directory")
+    assert not report_to_launcher(ValueError("x"))
 
 
 def test_lost_peers_alone_are_reported(script: Path) -> None:

@@ -15,6 +15,9 @@ Overlong = Literal["split", "drop", "error"]
 DType = Literal["float32", "bfloat16"]
 Checkpointing = Literal["none", "full"]
 
+MAX_RATE = 1e9
+"""Far above any rate that trains, and safe to multiply in float32."""
+
 MAX_COMM_TIMEOUT_S = 30 * 24 * 3600
 """Far above any real wait, and within what the communication libraries can count."""
 
@@ -196,7 +199,10 @@ class TrainConfig:
             _require_at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("warmup_steps", "weight_decay", "grad_clip", "seed"):
             _require_at_least(f"train.{name}", getattr(self, name), 0)
-        _require(self.lr > 0, f"train.lr = {self.lr}; it must be above 0")
+        _require(0 < self.lr <= MAX_RATE, f"train.lr = {self.lr}; it must be above 0 and at most {MAX_RATE:g}")
+        _require(
+            self.weight_decay <= MAX_RATE, f"train.weight_decay = {self.weight_decay}; it must be at most {MAX_RATE:g}"
+        )
         _require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio = {self.min_lr_ratio}; it lies in 0..1")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)

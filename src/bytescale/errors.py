@@ -1,9 +1,10 @@
-"""The two kinds of failure that a person reads as one line.
+"""The three kinds of failure that a person reads as one line.
 
 `UserError` is bad input: it says what was asked, what is possible and the nearest fix, and the command line turns it
 into exit code 2 without a traceback. `CommunicationError` is a peer that did not answer in time or went away: it names
-the waiting rank, the peer and the operation, and ends the process with exit code 1. Everything else is a defect of
-ours and keeps its traceback.
+the waiting rank, the peer and the operation, and ends the process with exit code 1. `RunError` is a run that cannot go
+on although input and ranks are sound, because the disk is full or training diverged; exit code 1. Everything else is a
+defect of ours and keeps its traceback.
 """
 
 import difflib
@@ -16,6 +17,10 @@ class UserError(ValueError):
 
 class CommunicationError(RuntimeError):
     """A wait on another rank failed or ran out of time. The message names both ranks and the operation."""
+
+
+class RunError(RuntimeError):
+    """The run cannot go on, and no rank or program is at fault. The message is one line and complete in itself."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -2,8 +2,8 @@
 
 Parent: `launch` starts N processes, waits, and returns nothing or the one `RankFailure` to show. The first rank that
 fails ends the run: torch's agent polls ten times a second and terminates the others. Which failure is the cause is
-decided by kind, since peers of a dead rank fail within milliseconds of it: a signal first, then bad input, then any
-other exception, and a lost peer only when there is nothing else.
+decided by kind, since peers of a dead rank fail within milliseconds of it: a signal first, then bad input, then a run
+that cannot go on, then any other exception, and a lost peer only when there is nothing else.
 
 Child: `report_to_launcher` leaves kind, message and traceback in the error file that the agent provides, so that N
 ranks with one complaint print it once. A rank that merely lost a peer waits a moment before it ends, for the cause to
@@ -29,12 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bytescale.errors import CommunicationError, UserError
+from bytescale.errors import CommunicationError, RunError, UserError
+from bytescale.planfile import write_text_atomically
 
-Kind = Literal["signal", "user", "exception", "peer"]
+Kind = Literal["signal", "user", "run", "exception", "peer"]
 _RUN_ID_PREFIX = "bytescale-local-"
 _PEER_GRACE_S = 2.0
-_PRIORITY: tuple[Kind, ...] = ("signal", "user", "exception", "peer")
+_PRIORITY: tuple[Kind, ...] = ("signal", "user", "run", "exception", "peer")
+_AGENT_PATIENCE_S = 20.0
+"""Torch's agent kills what its SIGTERM has not ended after half a minute, such as a stopped process."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class RankFailure:
     Attributes:
         rank: the rank at fault.
         pid: its process.
-        kind: `signal` (killed), `user` (bad input), `exception`, or `peer` (lost another rank).
+        kind: `signal` (killed), `user` (bad input), `run` (disk full, diverged), `exception`, or `peer` (lost another
+            rank).
         exit_code: negative for a signal, as in `subprocess`.
         message: one line, empty when the rank left none.
         traceback: of an unexpected exception; else empty.
@@ -61,8 +65,8 @@ class RankFailure:
 
 
 def describe(failure: RankFailure) -> str:
-    """`failure` as one line. Bad input speaks for itself; everything else names rank, pid and last step."""
-    if failure.kind == "user":
+    """`failure` as one line. A `UserError` or `RunError` speaks for itself; all else names rank, pid and last step."""
+    if failure.kind in ("user", "run"):
         return failure.message
     when = "before the first step" if failure.last_step is None else f"after step {failure.last_step}"
     if failure.kind == "signal":
@@ -153,8 +157,11 @@ def report_to_launcher(error: Exception) -> bool:
         return False
     kind, message, trace = _classify(error)
     record = {"message": message, "timestamp": int(time.time()), "kind": kind, "traceback": trace}
-    with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps(record), encoding="utf-8")
+    try:
+        # The agent may end this rank at any moment, and cannot read half a file.
+        write_text_atomically(Path(path), json.dumps(record))
+    except OSError:
+        return False
     if kind == "peer":
         time.sleep(_PEER_GRACE_S)
     return is_launched_rank()
@@ -164,6 +171,8 @@ def _classify(error: Exception) -> tuple[Kind, str, str]:
     message = " ".join(str(error).split())
     if isinstance(error, UserError):
         return "user", message, ""
+    if isinstance(error, RunError):
+        return "run", message, ""
     if isinstance(error, CommunicationError):
         return "peer", message, ""
     trace = "".join(traceback.format_exception(error))
@@ -175,8 +184,7 @@ def _root_cause(failures: dict[int, Any], last_step: int | None) -> RankFailure:
     found: list[RankFailure] = []
     for rank, failure in failures.items():
         record = failure.error_file_data
-        # The agent ends the survivors with SIGTERM, so that signal is a cause only where it came first.
-        if failure.exitcode == -signal.SIGTERM and found and "kind" not in record:
+        if found and "kind" not in record and _ended_by_agent(failure, next(iter(failures.values()))):
             continue
         killed = failure.exitcode < 0 and "kind" not in record
         found.append(
@@ -191,6 +199,13 @@ def _root_cause(failures: dict[int, Any], last_step: int | None) -> RankFailure:
             )
         )
     return min(found, key=lambda failure: _PRIORITY.index(failure.kind))
+
+
+def _ended_by_agent(failure: Any, first: Any) -> bool:
+    """Whether torch's agent, which met `first`, then ended this rank: with SIGTERM, and later with SIGKILL."""
+    if failure.exitcode == -signal.SIGKILL:
+        return bool(failure.timestamp - first.timestamp >= _AGENT_PATIENCE_S)
+    return bool(failure.exitcode == -signal.SIGTERM)
 
 
 def _last_step(run_dir: Path, started: float) -> int | None:

@@ -60,6 +60,16 @@ def test_tokenizer_file(tmp_path: Path) -> None:
     assert load_tokenizer(config(tmp_path)).fingerprint == tokenizer.fingerprint
 
 
+def test_text_that_the_vocabulary_cannot_hold(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    words = tokenizers.models.WordLevel(vocab={"word": 0, "</s>": 1}, unk_token="<unk>")
+    tokenizers.Tokenizer(words).save(str(path))
+    tokenizer = load_tokenizer(config(path))
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot encode the data: .*UNK"):
+        tokenizer.encode(["word", "another"])
+
+
 def test_empty_batch(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     for tokenizer in (ByteTokenizer(), load_tokenizer(config(write_tokenizer(tmp_path / "tokenizer.json")))):

@@ -2,7 +2,8 @@
 
 Commands are loaded when they are called, so `bytescale --help` and the planning commands start without torch. Exit
 codes: 0 success; 2 bad input, with one line on standard error and no traceback; 1 a failure at run time, with the
-traceback unless it is a lost peer (`CommunicationError`, one line); 130 after Ctrl-C.
+traceback unless it is a lost peer or a run that cannot go on (`CommunicationError`, `RunError`: one line); 130 after
+Ctrl-C.
 """
 
 import importlib
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import click
 
 from bytescale import __version__
-from bytescale.errors import CommunicationError, UserError, nearest
+from bytescale.errors import CommunicationError, RunError, UserError, nearest
 from bytescale.launch import report_to_launcher
 
 _COMMANDS = {
@@ -78,16 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(code: int, error: Exception) -> int:
     """Say what went wrong, once: a rank below our launcher leaves the saying to it."""
-    if report_to_launcher(error):
+    if not report_to_launcher(error):
+        if isinstance(error, UserError | RunError | CommunicationError):
+            rank = os.environ.get("RANK", "0")
+            whose = "" if rank == "0" or isinstance(error, CommunicationError) else f"rank {rank}: "
+            click.echo(f"bytescale: {whose}{one_line(error)}", err=True)
+        else:
+            traceback.print_exception(error)
+    if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
         # A failed rank must not linger in threads or destructors that wait for its peers.
         os._exit(code)
-    if isinstance(error, UserError | CommunicationError):
-        rank = os.environ.get("RANK", "0")
-        click.echo(f"bytescale: {'' if rank == '0' else f'rank {rank}: '}{one_line(error)}", err=True)
-    else:
-        traceback.print_exception(error)
     return code
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bytescale.config import Config
 from bytescale.configfile import load_config, parse_overrides
-from bytescale.errors import UserError
+from bytescale.errors import RunError, UserError
 from bytescale.launch import describe, is_launched_rank, launch, prepare_launched_rank
 from bytescale.report import read_summary, summary_table, write_report
 
@@ -103,5 +103,8 @@ def _finish(config: Config) -> int:
     if os.environ.get("RANK", "0") == "0":
         run_dir = Path(config.run.dir)
         Console(highlight=False).print(summary_table(read_summary(run_dir / "summary.json")))
-        click.echo(f"report: {write_report(run_dir)}")
+        try:
+            click.echo(f"report: {write_report(run_dir)}")
+        except OSError as error:
+            raise RunError(f"cannot write {run_dir / 'report.html'}: {error.strerror}") from error
     return 0

@@ -56,6 +56,9 @@ class Tokenizer(Protocol):
         Returns:
             tokens: all documents one after the other. Shape [sum(lengths)].
             lengths: tokens of each document, end token included. Shape [len(texts)].
+
+        Raises:
+            UserError: some text has no tokens in this vocabulary.
         """
 
 
@@ -91,7 +94,10 @@ class FileTokenizer:
     def encode(self, texts: Sequence[str]) -> tuple[TokenArray, IntArray]:
         """See `Tokenizer.encode`."""
         run = getattr(self.library, "encode_batch_fast", self.library.encode_batch)
-        encoded = [np.asarray(e.ids, dtype=np.uint32) for e in run(list(texts), add_special_tokens=False)]
+        try:
+            encoded = [np.asarray(e.ids, dtype=np.uint32) for e in run(list(texts), add_special_tokens=False)]
+        except Exception as error:  # The library raises plain Exception, e.g. for a missing unknown-word token.
+            raise UserError(f"tokenizer {self.name} cannot encode the data: {one_line(error)}") from None
         lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)) + 1
         end = np.array([self.end_id], dtype=np.uint32)
         parts = [part for ids in encoded for part in (ids, end)]

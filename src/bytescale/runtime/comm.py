@@ -190,6 +190,6 @@ def _is_communication_failure(error: RuntimeError) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, without the source location that gloo puts before it."""
+    """The first line of an exception's message, without the source location and the advice that gloo puts around it."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^]]*\]\s*", "", line)
+    return re.sub(r"^\[[^]]*\]\s*|\. This is typically caused by.*$", "", line)

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from bytescale.config import Config
+from bytescale.errors import RunError
 from bytescale.runtime.model import LossModel
 from bytescale.runtime.states import TORCH_DTYPES, full_state
 from bytescale.train.prepare import Prepared
+from bytescale.train.rundir import replace_directory, writing
 from bytescale.train.world import World
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -24,7 +27,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 def save_model(model: LossModel, prepared: Prepared, target: Path, config: Config, world: World) -> None:
     """Gather the parameters of all stages and write them on rank 0; a collective."""
-    state = _with_whole_names(full_state(model), prepared.stages[world.stage])
+    state = with_whole_names(full_state(model), prepared.stages[world.stage])
     if world.pp_size > 1:
         parts = world.gather_objects(state if world.hdp_rank == 0 else {})
         state = {name: tensor for part in parts for name, tensor in part.items()}
@@ -34,7 +37,8 @@ def save_model(model: LossModel, prepared: Prepared, target: Path, config: Confi
     state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
     decoder = model.decoder if world.pp_size == 1 else _skeleton(prepared.model_config)
     decoder.config.dtype = dtype
-    _write(decoder, state, target, config)
+    with writing(target):
+        _write(decoder, state, target, config)
 
 
 def _skeleton(model_config: Any) -> Any:
@@ -43,7 +47,7 @@ def _skeleton(model_config: Any) -> Any:
         return AutoModelForCausalLM.from_config(model_config)
 
 
-def _with_whole_names(state: dict[str, torch.Tensor], layers: range) -> dict[str, torch.Tensor]:
+def with_whole_names(state: dict[str, torch.Tensor], layers: range) -> dict[str, torch.Tensor]:
     """Names as in the whole model, where this stage's layer 0 is `layers[0]`."""
 
     def whole(match: re.Match[str]) -> str:
@@ -61,9 +65,10 @@ def _write(decoder: Any, state: dict[str, torch.Tensor], target: Path, config: C
             if not (temporary / source.name).exists():
                 shutil.copyfile(source, temporary / source.name)
         temporary.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.rename(target)
+        replace_directory(temporary, target)
+    except SafetensorError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunError(f"cannot write {target}: {error}") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -5,13 +5,16 @@ are targets, `tokens_per_s` counts input tokens, `imbalance` is measured compute
 Offloaded bytes are sums over the ranks, `offload_exposed_s` is that of the rank which waited longest.
 """
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from bytescale.data import StepData
+from bytescale.train.rundir import writing
 from bytescale.train.step import StepResult
 from bytescale.train.world import World
 
@@ -94,14 +97,28 @@ def gather_metrics(
 
 
 class MetricsFile:
-    """`metrics.jsonl`, flushed line by line so that a killed run keeps what it reached."""
+    """`metrics.jsonl`, written line by line so that a killed run keeps what it reached. Every line is whole."""
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._path = path
+        with writing(path):
+            self._file = path.open("wb", buffering=0)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        """Append one line.
+
+        Raises:
+            RunError: there is no room; what was there before stays as it was.
+        """
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
+        begin = self._file.tell()
+        with writing(self._path):
+            try:
+                if self._file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                self._file.truncate(begin)
+                raise
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,6 @@
 The same function serves the launching process, which only wants to fail early with one clear line, and each rank.
 """
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,14 @@ from bytescale.planner.problem import capacity_tokens
 from bytescale.runtime.model_config import load_config, model_shape
 from bytescale.runtime.stages import head_cost_in_layers, split_layers
 from bytescale.train.offloading import check_offloading
+from bytescale.train.rundir import check_run_dir
 
 IntArray = npt.NDArray[np.int64]
 Planner = Callable[[IntArray], StepPlan]
+
+
+MAX_BATCH_SEQUENCES = 10_000_000
+"""Sequences of one global batch; far above any real one."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,11 @@ def prepare(config: Config, world_size: int) -> Prepared:
         make_planner(config, shape, hdp_size, "static"),
         _notes(config, shape, dataset),
     )
+    _check_batch(config, dataset)
     _check_fits(config, dataset, -(-shape.num_layers // pp_size), hdp_size)
     # Finds what only the strategy knows, such as a context that no divisor of the ranks holds.
-    prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]])
-    _check_run_dir(Path(config.run.dir))
+    _check_layout(prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]]))
+    check_run_dir(Path(config.run.dir), save_model=config.run.save_model)
     check_offloading(config)
     return prepared
 
@@ -149,6 +154,27 @@ def _check_supported(config: Config) -> None:
         raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
 
 
+def _check_batch(config: Config, dataset: SequenceDataset) -> None:
+    """A batch is drawn and planned in memory; one of billions is a slip of the pen, not a batch."""
+    size = config.batch.sequences
+    if size is None:
+        size = int((config.batch.tokens or 0) / float(dataset.lengths.mean()))
+    if size > MAX_BATCH_SEQUENCES:
+        key, value = ("tokens", config.batch.tokens) if config.batch.tokens is not None else ("sequences", size)
+        raise UserError(
+            f"batch.{key} = {value} makes a global batch of about {size:,} of this data's {len(dataset):,} sequences; "
+            f"at most {MAX_BATCH_SEQUENCES:,} can be planned at once"
+        )
+
+
+def _check_layout(plan: StepPlan) -> None:
+    if plan.layout != "zigzag":
+        raise UserError(
+            f'strategy {plan.strategy} places sequences in the "{plan.layout}" layout, which can be planned but not '
+            "trained; choose a strategy of the zigzag layout"
+        )
+
+
 def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, hdp_size: int) -> None:
     longest = int(dataset.lengths.argmax())
     length, ratio = int(dataset.lengths[longest]), config.plan.offload
@@ -167,12 +193,3 @@ def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, hdp_s
 def _in_words(config: Config, capacity: int) -> str:
     setting = f"plan.tokens_per_rank = {config.plan.tokens_per_rank}"
     return setting if capacity == config.plan.tokens_per_rank else f"{capacity} tokens ({setting}, offloading)"
-
-
-def _check_run_dir(run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
-            pass
-    except OSError as error:
-        raise UserError(f"run.dir = {run_dir} cannot be written: {error.strerror}") from None

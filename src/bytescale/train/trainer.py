@@ -5,6 +5,7 @@ n + 1 while step n computes. Rank 0 writes the run directory; files are whole or
 """
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ import torch
 from bytescale.config import Config
 from bytescale.configfile import write_config
 from bytescale.data import StepData, StepLoader
+from bytescale.errors import RunError
 from bytescale.planfile import write_text_atomically
 from bytescale.report import Progress, StepLine, write_summary
 from bytescale.runtime.comm import collective
@@ -33,6 +35,7 @@ from bytescale.train.metrics import MetricsFile, StepMetrics, gather_metrics
 from bytescale.train.offloading import open_offloader
 from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from bytescale.train.prepare import Prepared, prepare, static_bytes
+from bytescale.train.rundir import check_unused, open_run_dir, writing
 from bytescale.train.step import run_step
 from bytescale.train.totals import RunTotals
 from bytescale.train.world import World, open_world, process_identity
@@ -48,6 +51,7 @@ def check(config: Config, world_size: int) -> None:
         UserError: the run cannot work; one line.
     """
     prepare(config, world_size)
+    check_unused(Path(config.run.dir))
 
 
 def run(config: Config) -> None:
@@ -56,6 +60,7 @@ def run(config: Config) -> None:
     Raises:
         UserError: bad configuration or data.
         CommunicationError: another rank is gone or late.
+        RunError: training diverged, or the disk is full.
     """
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
@@ -110,9 +115,11 @@ class _Run:
             identities = self.world.gather_objects(process_identity(self.world.rank))
         with ExitStack() as stack:
             if self.leads:
+                stack.enter_context(open_run_dir(self.run_dir))
                 parallel = replace(self.config.parallel, hdp_size=self.world.hdp_size)
-                write_config(replace(self.config, parallel=parallel), self.run_dir / "config.toml")
-                write_text_atomically(self.run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
+                with writing(self.run_dir):
+                    write_config(replace(self.config, parallel=parallel), self.run_dir / "config.toml")
+                    write_text_atomically(self.run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
                 metrics_file = stack.enter_context(MetricsFile(self.run_dir / "metrics.jsonl"))
                 progress = stack.enter_context(Progress(self.config.train.steps))
                 for note in (self.prepared.dataset.counts.describe(), *self.prepared.notes):
@@ -154,6 +161,7 @@ class _Run:
         set_learning_rate(self.optimizer, rate)
         with collective(self.world.rank, f"step {data.step}: gradient norm"):
             grad_norm = self._gradient_norm()
+            _check_finite(data.step, "gradient norm", grad_norm)
             clip_gradients(self.model, grad_norm, self.config.train.grad_clip)
         update_s = time.perf_counter()
         self.optimizer.step()
@@ -163,7 +171,7 @@ class _Run:
         update = Span("update", "update", update_s, end_s - update_s, self.world.rank)
         self.traced.append((step_span, *result.spans, update))
         with collective(self.world.rank, f"step {data.step}: metrics"):
-            return gather_metrics(
+            metrics = gather_metrics(
                 self.world,
                 data,
                 result,
@@ -172,6 +180,8 @@ class _Run:
                 step_time_s=data.data_wait_s + end_s - begin_s,
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
             )
+        _check_finite(data.step, "loss", metrics.loss)
+        return metrics
 
     def _gradient_norm(self) -> float:
         """Norm over all stages; a weight that the ends of the pipeline share counts once."""
@@ -189,8 +199,18 @@ class _Run:
             with collective(self.world.rank, "saving the model"):
                 save_model(self.model, self.prepared, self.run_dir / "model", self.config, self.world)
         if self.leads:
-            write_trace(_from_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
-            write_summary(self.totals.summary(num_skipped_steps), self.run_dir / "summary.json")
+            with writing(self.run_dir):
+                write_trace(_from_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
+                write_summary(self.totals.summary(num_skipped_steps), self.run_dir / "summary.json")
+
+
+def _check_finite(step: int, what: str, value: float) -> None:
+    """End the run before weights or metrics are spoilt; the value is the same on all ranks, so all of them end."""
+    if not math.isfinite(value):
+        raise RunError(
+            f"step {step}: the {what} is {value}, training has diverged; lower train.lr or train.grad_clip, or raise "
+            "train.warmup_steps"
+        )
 
 
 def _on_a_common_clock(steps: Iterable[tuple[Span, ...]]) -> list[Span]:

@@ -1,0 +1,187 @@
+"""Failures from outside, through the real command line: one line that says what, the right exit code, no rank left.
+
+Every launch costs seconds, so checks that need no ranks run in one process; see also `tests/test_cli.py` for the
+command line alone and `tests/test_launch.py` for the launcher alone.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bytescale import cli
+from tests.train.runs import command, environment, metrics, write_run
+
+pytestmark = pytest.mark.timeout(110)
+
+ENDLESS = ("--train.steps", "100000", "--run.save_model", "false")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_run(tmp_path)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`start(words)` begins a process; it is killed at the end of the test, and its ranks with it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(words: list[str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int = 1) -> dict[int, int]:
+    """Pids by rank, once `step` is in the metrics."""
+    path = run_dir / "metrics.jsonl"
+    while not path.is_file() or path.read_bytes().count(b"\n") < step:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    return {entry["rank"]: entry["pid"] for entry in json.loads((run_dir / "processes.json").read_text())}
+
+
+def the_end(process: subprocess.Popen[str], code: int, pids: Iterable[int] = (), seconds: float = 30) -> list[str]:
+    """The lines on standard error of a process that must end with `code` within `seconds`, and its ranks with it."""
+    _, errors = process.communicate(timeout=seconds)
+    assert process.returncode == code, errors
+    assert not any(map(alive, pids))
+    return errors.splitlines()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line with which `bytescale train` refuses in this process."""
+    assert cli.main(["train", *map(str, arguments)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("bytescale: "), lines
+    return lines[0].removeprefix("bytescale: ")
+
+
+def broken_files(directory: Path) -> dict[str, Path]:
+    contents = {
+        "empty": b"",
+        "broken": b'{"text": "a"}\n{"text',
+        "latin": b'{"text": "caf\xe9"}',
+        "field": b'{"txt": ""}',
+    }
+    files = {name: directory / f"{name}.jsonl" for name in contents}
+    for name, path in files.items():
+        path.write_bytes(contents[name])
+    return files
+
+
+def test_bad_input_is_refused_before_any_rank_starts(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    files = broken_files(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"version":')
+    (tmp_path / "taken" / "metrics.jsonl").mkdir(parents=True)
+    cases: list[tuple[list[Any], str]] = [
+        (["--train.stpes", 3], "unknown key train.stpes; did you mean 'steps'?"),
+        (["--nproc", 3, "--plan.tokens_per_rank", 100], "start 6 ranks, or raise tokens_per_rank to"),
+        (["--nproc", 3, "--plan.strategy", "hdp-naiv"], "unknown strategy 'hdp-naiv'; did you mean 'hdp-naive'?"),
+        (["--nproc", 4, "--parallel.hdp_size", 3], "= 3, but the world has 4 ranks: start 3 (--nproc 3) or change"),
+        (["--nproc", 3, "--plan.strategy", "fcp"], 'the "blocks" layout, which can be planned but not trained'),
+        (["--nproc", 3, "--batch.tokens", 2**62], "can be planned at once"),
+        (["--data.path", files["empty"]], "is empty"),
+        (["--data.path", files["broken"]], "broken.jsonl:2 is not a line of JSON"),
+        (["--data.path", files["latin"]], "latin.jsonl:1 is not a line of JSON: 'utf-8' codec"),
+        (["--data.path", files["field"]], "set data.text_field (did you mean 'txt'?)"),
+        (["--data.path", tmp_path / "none.jsonl"], "none.jsonl does not exist"),
+        (["--data.path", tmp_path], "is a directory; give a file or a glob"),
+        (["--data.tokenizer", path], "is not a valid tokenizer.json"),
+        (["--model.config.vocab_size", 256], "its ids reach 256, the model has vocab_size 256"),
+        (["--model.config.sliding_window", 100, "--model.config.model_type", "mistral"], "a sliding window of 100"),
+        (["--model.config.hidden_size", 30], "multiple of the number of attention heads"),
+        (["--model.path", tmp_path], "holds no config.json"),
+        (["--nproc", 3, "--run.dir", config], "cannot be written: File exists"),
+        (["--nproc", 3, "--run.dir", tmp_path / "taken"], "holds metrics.jsonl, which is a directory"),
+    ]
+    for arguments, words in cases:
+        assert words in refusal(capsys, config, *arguments), arguments
+    left = sorted(path.name for path in (tmp_path / "run").glob("*"))
+    assert left == [], "a refused run wrote something"
+
+
+def test_a_killed_rank_ends_the_run(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(command(config, "--nproc", 3, *ENDLESS))
+    pids = wait_for_step(process, tmp_path / "run", 2)
+    os.kill(pids[1], signal.SIGKILL)
+    (line,) = the_end(process, 1, pids.values())
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert line == f"bytescale: rank 1 (pid {pids[1]}) was killed by SIGKILL after step {last}"
+
+
+def test_a_rank_that_stops_answering_is_noticed(
+    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start(command(config, "--nproc", 2, "--run.comm_timeout_s", 3, *ENDLESS))
+    pids = wait_for_step(process, tmp_path / "run")
+    assert "is in use by another run" in refusal(capsys, config, "--nproc", 2)
+    os.kill(pids[0], signal.SIGSTOP)
+    # The launcher would give the stopped rank half a minute to follow its SIGTERM.
+    while alive(pids[1]):
+        time.sleep(0.05)
+    os.kill(pids[0], signal.SIGCONT)
+    (line,) = the_end(process, 1, pids.values())
+    assert line.startswith(f"bytescale: rank 1 (pid {pids[1]}) failed with exit code 1 after step")
+    assert "rank 1: " in line and "failed after 3." in line
+
+
+def test_training_that_diverges_ends(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(command(config, "--nproc", 2, "--train.lr", "1e6", "--train.warmup_steps", 0))
+    (line,) = the_end(process, 1, seconds=90)
+    assert "training has diverged; lower train.lr" in line
+    lines = metrics(tmp_path / "run")
+    assert line.startswith(f"bytescale: step {len(lines) + 1}: the ") and "NaN" not in json.dumps(lines)
+
+
+def test_idle_ranks_and_odd_lengths(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    arguments = ("--batch.sequences", 1, "--train.steps", 3, "--data.max_context", 67, "--plan.tokens_per_rank", 23)
+    process = start(command(config, "--nproc", 4, *arguments))
+    assert the_end(process, 0, seconds=90) == []
+    lines = metrics(tmp_path / "run")
+    assert len(lines) == 3 and min(line["num_micro_batches_min"] for line in lines) == 0
+
+
+def test_nodes_of_torchrun(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    """Two nodes on one machine: when a rank of one is killed, the other says what it waited for."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", port]
+    arguments = [str(config), "--run.comm_timeout_s", "20", *ENDLESS]
+    nodes = [start([*torchrun, "--node-rank", n, "-m", "bytescale", "train", *arguments]) for n in "01"]
+    pids = wait_for_step(nodes[0], tmp_path / "run")
+    os.kill(pids[1], signal.SIGKILL)
+    mine = [line for line in the_end(nodes[0], 1, pids.values()) if line.startswith("bytescale: ")]
+    assert len(mine) == 1 and mine[0].startswith("bytescale: rank 0: "), mine
+    assert "transfer from rank 1 failed" in mine[0] or "transfer to rank 1 failed" in mine[0] or "step" in mine[0]
+    the_end(nodes[1], 1)

@@ -1,0 +1,111 @@
+"""The run directory: refusals, one run at a time, whole files, and what is never deleted."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from bytescale.errors import RunError, UserError
+from bytescale.train.metrics import MetricsFile
+from bytescale.train.rundir import check_run_dir, check_unused, open_run_dir, replace_directory, writing
+
+
+@pytest.mark.parametrize("name", ["config.toml", "processes.json", "metrics.jsonl", "trace.json", "report.html"])
+def test_a_directory_in_the_place_of_a_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=f"holds {name}, which is a directory"):
+        check_run_dir(tmp_path, save_model=False)
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    check_run_dir(tmp_path, save_model=True)
+    model.mkdir()
+    check_run_dir(tmp_path, save_model=True)
+    (model / "notes.txt").write_text("precious")
+    with pytest.raises(UserError, match="holds model, which is not a checkpoint"):
+        check_run_dir(tmp_path, save_model=True)
+    check_run_dir(tmp_path, save_model=False)
+    (model / "config.json").write_text("{}")
+    check_run_dir(tmp_path, save_model=True)
+    for place in ("file", "dangling"):
+        directory = tmp_path / place
+        directory.mkdir()
+        (directory / "model").symlink_to("nowhere") if place == "dangling" else (directory / "model").touch()
+        with pytest.raises(UserError, match="holds model"):
+            check_run_dir(directory, save_model=True)
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below", "x" * 300):
+        with pytest.raises(UserError, match="cannot be written"):
+            check_run_dir(tmp_path / place, save_model=True)
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with open_run_dir(tmp_path):
+        with pytest.raises(UserError, match="is in use by another run"):
+            check_unused(tmp_path)
+        with pytest.raises(UserError, match="is in use by another run"), open_run_dir(tmp_path):
+            pass
+    check_unused(tmp_path)
+    with open_run_dir(tmp_path):
+        pass
+
+
+def test_results_of_an_earlier_run_go_and_its_model_stays(tmp_path: Path) -> None:
+    for name in ("trace.json", "summary.json", "report.html", "notes.txt", ".trace.json.x1"):
+        (tmp_path / name).touch()
+    for name in ("model", ".model.abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    with open_run_dir(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes.txt"]
+
+
+def test_a_model_is_replaced_whole(tmp_path: Path) -> None:
+    for name in ("model", "new", "newer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    replace_directory(tmp_path / "new", tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").read_text() == "new"
+    (tmp_path / "model" / "config.json").rename(tmp_path / "model" / "notes.txt")
+    with pytest.raises(RunError, match="is not a checkpoint and is not replaced"):
+        replace_directory(tmp_path / "newer", tmp_path / "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "newer"]
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        file.write({"step": 1})
+
+        class Full:
+            """The file as a full disk shows it: half of the bytes are taken, then none."""
+
+            def __init__(self, real: object) -> None:
+                self.real = real
+
+            def write(self, data: bytes) -> int:
+                return self.real.write(data[: len(data) // 2])
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(self.real, name)
+
+        monkeypatch.setattr(file, "_file", Full(file._file))
+        with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl: No space left on device"):
+            file.write({"step": 2})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}]
+
+
+def test_metrics_are_json_or_nothing(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as file, pytest.raises(ValueError, match="JSON"):
+        file.write({"loss": math.nan})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_failed_write_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot write .*x: Is a directory"), writing(tmp_path / "x"):
+        (tmp_path).write_text("")
