@@ -5,10 +5,10 @@ them. Beside the ring of the cost model it knows the all-to-all of Ulysses for p
 its queries, keys, values and outputs for all tokens of a share of the heads,
 
     D <= H:  4 exchanges of (D - 1) / D of the piece, nothing hides them, one attention kernel over the whole sequence;
-    D > H:   H ranks exchange heads and D / H such groups form a ring, whose messages are as large as before.
+    D > H:   H ranks exchange heads and D / H such groups form a ring.
 
-H is the number of KV heads of a rank. Invariant: compute + communication + copy = total, each at least 0 up to
-rounding. Cost: O(pieces), numpy.
+H is the number of query heads of a rank; where it has fewer KV heads, these are sent as often as needed.
+Invariant: compute + communication + copy = total, each at least 0 up to rounding. Cost: O(pieces), numpy.
 """
 
 from dataclasses import dataclass, replace
@@ -54,12 +54,13 @@ class Ulysses:
     """What the all-to-all needs beyond the cost model, per GPU.
 
     Attributes:
-        num_heads: KV heads of a rank: how far a sequence can be spread by heads alone.
-        exchange_bytes_per_token: queries, keys, values and outputs of one token in one layer.
+        num_heads, num_kv_heads: of a rank; the first says how far a sequence can be spread by heads alone.
+        query_bytes_per_token: queries and outputs of one token in one layer.
     """
 
     num_heads: int
-    exchange_bytes_per_token: float
+    num_kv_heads: int
+    query_bytes_per_token: float
 
 
 def components(
@@ -119,7 +120,9 @@ def ulysses_times(plan: StepPlan, cost: CostModel, ulysses: Ulysses) -> tuple[La
     edge = length / pieces.cp_degree
     link = cost.intra_node if degree <= cost.ranks_per_node else cost.inter_node
     tokens = np.bincount(ids, weights=edge, minlength=num)
-    exchange_s = tokens * ulysses.exchange_bytes_per_token * (num_heads - 1) / num_heads / link.bytes_per_s
+    copies = max(1.0, num_heads / ulysses.num_kv_heads)
+    kv_bytes = copies * cost.kv_bytes_per_token
+    exchange_s = tokens * (ulysses.query_bytes_per_token + kv_bytes) * (num_heads - 1) / num_heads / link.bytes_per_s
     exchange_s = np.where(tokens > 0, exchange_s + 4 * link.latency_s * (num_heads > 1), 0.0)
     times = []
     for direction, repeats in ((cost.forward, 1.0), (cost.backward, 2.0)):
@@ -127,7 +130,7 @@ def ulysses_times(plan: StepPlan, cost: CostModel, ulysses: Ulysses) -> tuple[La
         group_edge = edge * num_heads
         block_s = direction.square_s * group_edge * (group_edge + cost.block_half_tokens) / num_heads
         block = np.bincount(ids, weights=block_s, minlength=num)
-        wire_s = direction.transfer * cost.kv_bytes_per_token * tokens / link.bytes_per_s + link.latency_s
+        wire_s = direction.transfer * kv_bytes * tokens / link.bytes_per_s + link.latency_s
         step_s = np.maximum(block, np.maximum(wire_s, cost.ring_step_floor_s)) if num_groups > 1 else block
         compute_s = direction.token_s * tokens + num_groups * block
         communication_s = (num_groups - 1) * (step_s - block) + repeats * exchange_s

@@ -196,7 +196,8 @@ def _attribute(
         return table
 
     ready = _ready_s(operations, stage_delay_s[gangs.gang])
-    bubble_s, wait_s = np.zeros(shape), per_rank((operations.end_s - operations.start_s - operations.own_s).sum(axis=0))
+    inside_s = (operations.end_s - operations.start_s - operations.own_s).sum(axis=0)
+    bubble_s, wait_s = np.zeros(shape), per_rank(inside_s)
     last_end_s = np.zeros(shape)
     counts = plan.num_micro_batches()
     first = np.cumsum(counts) - counts
@@ -217,7 +218,7 @@ def _attribute(
         compute_s=per_rank(parts.compute_s.sum(axis=0)),
         communication_s=per_rank(parts.communication_s.sum(axis=0)),
         copy_s=per_rank(parts.copy_s.sum(axis=0)),
-        gang_wait_s=wait_s,
+        gang_wait_s=np.maximum(wait_s, 0.0),
         pp_bubble_s=bubble_s + pipeline_end_s - last_end_s,
         dp_bubble_s=np.broadcast_to(makespan_s - pipeline_end_s, shape).copy(),
         transfer_s=per_rank(parts.transfer_s.sum(axis=0)),

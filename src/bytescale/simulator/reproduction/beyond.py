@@ -82,11 +82,10 @@ def run_strategy(
 
 
 def ulysses_of(cluster: PaperCluster) -> Ulysses:
-    """Head exchange of a model: one KV head of a rank is the least share; Q, K, V and O travel."""
-    model = cluster.model
-    width = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    heads = max(1, model.num_kv_heads // cluster.tp_size)
-    return Ulysses(num_heads=heads, exchange_bytes_per_token=width * model.dtype_bytes / cluster.tp_size)
+    """Head exchange of a model over the heads of a rank."""
+    model, tp = cluster.model, cluster.tp_size
+    width = 2 * model.num_heads * model.head_dim * model.dtype_bytes
+    return Ulysses(model.num_heads // tp, max(1, model.num_kv_heads // tp), width / tp)
 
 
 def _strategy_row(

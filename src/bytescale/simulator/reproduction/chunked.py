@@ -25,7 +25,7 @@ from bytescale.simulator.calibration import PaperCluster
 from bytescale.simulator.reproduction.rows import IntArray
 from bytescale.simulator.workload import FloatArray
 
-TRIES = ((1, 1), (2, 64), (2, 8), (4, 64))
+TRIES = ((1, 1), (2, 64), (2, 8))
 """Chunks of a sequence, and the least ranks of one that is chunked."""
 
 
@@ -86,7 +86,7 @@ def _assign(
     counts = np.zeros(cluster.hdp_size, dtype=np.int64)
     units: list[_Unit] = []
     for s in np.sort(lengths[lengths > capacity])[::-1].tolist():
-        degree = -(-s // capacity)
+        degree = min(cluster.hdp_size, -(-s // capacity))
         forward, backward, tokens = _chunks(s, degree, num_chunks if degree >= least_ranks else 1, cluster)
         ranks = _level(counts, load, degree)
         load[ranks] = load[ranks].max() + float(forward.sum() + backward.sum())
