@@ -20,8 +20,13 @@ from bytescale.launch import report_to_launcher
 
 _COMMANDS = {
     "train": ("bytescale.cli.train", "Train a model on sequences of mixed length."),
+    "plan": ("bytescale.cli.plan", "Place sequences on ranks and prove the plan."),
+    "lengths": ("bytescale.cli.lengths", "Statistics of sequence lengths."),
+    "compare": ("bytescale.cli.compare", "Several strategies on the same batches, side by side."),
     "profile": ("bytescale.cli.profile", "Measure this machine for a model and fit the cost model."),
     "report": ("bytescale.cli.report", "Write the report of a run directory as one HTML file."),
+    "simulate": ("bytescale.cli.simulate", "Run a plan on a described cluster, or find the longest context."),
+    "reproduce": ("bytescale.cli.reproduce", "The published figures beside ours."),
 }
 """Name -> (module, one line of help). The module holds a click command of that name."""
 
