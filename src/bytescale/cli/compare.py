@@ -1,6 +1,7 @@
 """`bytescale compare`: all strategies on the same batches, side by side."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ from bytescale.cli.planning import Request, planning_options, request, wide_cons
 from bytescale.errors import UserError, nearest
 from bytescale.planner import STRATEGIES, plan_with_origin
 from bytescale.report.plan_table import comparison_notes, comparison_table, plan_figures
+from bytescale.simulator import main_loss, mean_shares, shares, simulate
 from bytescale.validate import validate
 
 _MEANS = ("step_time_s", "gap", "imbalance", "idle_share", "degree_1_share", "attention_bytes", "planning_time_s")
@@ -55,7 +57,7 @@ def compare(strategies: str, num_batches: int, as_json: bool, **options: Any) ->
 
 def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
     """Means over the batches; `error` when one of them cannot be planned."""
-    figures = []
+    figures, steps = [], []
     origins: dict[str, int] = {}
     for lengths in drawn:
         try:
@@ -63,10 +65,12 @@ def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
         except UserError as error:
             return {"strategy": name, "error": str(error), "note": ""}
         figures.append(plan_figures(made, validate(made), asked.cost, tp_size=asked.tp_size, origin=origin))
+        steps.append(simulate(made, asked.cost, rank_speed=asked.relative_speed))
         if origin != name:
             origins[origin] = origins.get(origin, 0) + 1
     row: dict[str, Any] = {key: float(np.mean([f[key] for f in figures])) for key in _MEANS}
     tokens = sum(f["tokens"] for f in figures)
+    parts = mean_shares([shares(step) for step in steps])
     return {
         "strategy": name,
         "error": "",
@@ -74,9 +78,9 @@ def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
         "gap_max": max(f["gap"] for f in figures),
         "tokens_per_s": tokens / sum(f["step_time_s"] for f in figures),
         "batches": len(figures),
+        "simulated_step_time_s": float(np.mean([step.step_time_s for step in steps])),
+        "shares": asdict(parts),
+        "main_loss": main_loss(parts),
         "origins": origins,
         "note": ", ".join(f"{count} of {len(figures)} plans by {name}" for name, count in origins.items()),
     }
-
-
-command = compare

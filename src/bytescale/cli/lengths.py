@@ -128,6 +128,3 @@ def _show(name: str, f: dict[str, Any]) -> None:
         bar = "#" * round(50 * row["token_share"])
         histogram.add_row(str(row["up_to"]), str(row["sequences"]), f"{row['token_share']:.2%}", bar)
     console.print(histogram)
-
-
-command = lengths

@@ -104,6 +104,3 @@ def _check(path: Path, as_json: bool) -> None:
         f"{report.num_gangs} gangs, {len(report.idle_ranks)} idle ranks, at most {report.peak_tokens:.0f} of "
         f"{stored.tokens_per_rank} tokens held"
     )
-
-
-command = plan

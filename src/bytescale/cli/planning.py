@@ -64,6 +64,11 @@ class Request:
     rank_speed: npt.NDArray[np.float64] | None
     profile: Profile | None = None
 
+    @property
+    def relative_speed(self) -> npt.NDArray[np.float64] | None:
+        """`rank_speed` with a mean of 1, as plans are judged by it."""
+        return None if self.rank_speed is None else self.rank_speed / self.rank_speed.mean()
+
     def batches(self, num: int) -> list[IntArray]:
         """The global batches that source, size and seed give; says so where a profile must be extrapolated for them."""
         generator = batches(self.source, num, self.seed, tokens=self.batch_tokens, sequences=self.batch_sequences)
@@ -116,7 +121,7 @@ _OPTIONS = (
 def wide_console() -> Console:
     """A console that does not fold tables when its output is piped or a terminal is narrow."""
     console = Console()
-    return console if console.is_terminal and console.width >= 120 else Console(width=140)
+    return console if console.is_terminal and console.width >= 120 else Console(width=160)
 
 
 def planning_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,6 +77,3 @@ def _write_csv(rows: list[Row], path: Path) -> None:
                 writer.writerow(plain)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-
-
-command = reproduce

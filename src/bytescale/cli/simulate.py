@@ -182,6 +182,3 @@ def _longest(options: dict[str, Any], as_json: bool) -> None:
         return
     where = f"{options['model']} on {options['ranks']} ranks of {options['tp_size']} {options['cluster']} GPUs"
     wide_console().print(context_table(limits, where))
-
-
-command = simulate_command

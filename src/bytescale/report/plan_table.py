@@ -149,9 +149,10 @@ def comparison_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     table.add_column("strategy", no_wrap=True)
     for name in ("step", "tokens/s", "speedup", "step/bound", "imbalance", "idle", "degree 1", "P2P", "planned in"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("loses most to", no_wrap=True)
     for row in rows:
         if row["error"]:
-            table.add_row(row["strategy"], *["-"] * 9)
+            table.add_row(row["strategy"], *["-"] * 10)
             continue
         table.add_row(
             row["strategy"],
@@ -164,6 +165,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             f"{row['degree_1_share']:.1%}",
             units.size(row["attention_bytes"]),
             units.duration(row["planning_time_s"]),
+            row["main_loss"],
         )
     return table
 

@@ -17,7 +17,7 @@ from bytescale.simulator.components import Components, Ulysses, components
 from bytescale.simulator.engine import Operations, RankTimes, SimulatedStep, simulate
 from bytescale.simulator.limits import ContextLimit, context_limits
 from bytescale.simulator.memory import PeakMemory, peak_memory
-from bytescale.simulator.outcome import Shares, main_loss, mfu, shares, step_figures, tokens_per_s
+from bytescale.simulator.outcome import Shares, main_loss, mean_shares, mfu, shares, step_figures, tokens_per_s
 from bytescale.simulator.overheads import StepOverheads, collective_s, step_overheads
 from bytescale.simulator.spans import step_spans
 from bytescale.simulator.workload import stratified_batches
@@ -37,6 +37,7 @@ __all__ = [
     "components",
     "context_limits",
     "main_loss",
+    "mean_shares",
     "mfu",
     "paper_cluster",
     "peak_memory",

@@ -8,7 +8,7 @@ MFU counts the FLOPs of the model alone, 3 * (linear * s + attention * s^2) per 
 half, no recomputation, over peak FLOPs of all GPUs. Cost: O(sequences).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -64,6 +64,11 @@ def shares(step: SimulatedStep) -> Shares:
         dp_bubble=float(ranks.dp_bubble_s.mean()) / whole,
         overheads=(whole - step.makespan_s) / whole,
     )
+
+
+def mean_shares(parts: Sequence[Shares]) -> Shares:
+    """Means over several steps."""
+    return Shares(*(float(np.mean([getattr(one, f.name) for one in parts])) for f in fields(Shares)))
 
 
 def main_loss(parts: Shares, least: float = 0.005) -> str:
