@@ -130,7 +130,7 @@ class PlanConfig:
         profile: file of measured cost coefficients; None uses estimates from the model's shape.
     """
 
-    strategy: str = "hdp-naive"
+    strategy: str = "best"
     tokens_per_rank: int = 8192
     offload: str | float = "auto"
     profile: str | None = None

@@ -15,7 +15,9 @@ from bytescale.runtime.comm import PeerToPeer
 from bytescale.runtime.kernels import CpuKernel
 from bytescale.runtime.model import LossModel, build_decoder
 from bytescale.runtime.model_config import load_config
+from bytescale.runtime.stages import cut_to_stage, split_layers
 from bytescale.runtime.states import full_gradients, shard_model
+from bytescale.train.checkpoint import with_whole_names
 from bytescale.train.step import StepResult, run_step
 from bytescale.train.world import World
 from tests.ranks import Ranks
@@ -87,20 +89,24 @@ def micro_batches(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]]) -
     return tuple(result)
 
 
-def world_of(ranks: Ranks, timeout_s: float = 60.0) -> World:
+def world_of(ranks: Ranks, timeout_s: float = 60.0, pp_size: int = 1) -> World:
+    """The pool's ranks as the trainer sees them, as stages of pipelines if asked."""
     device = torch.device("cpu")
-    comm = PeerToPeer(ranks.group, timeout_s, device)
+    hdp_size = ranks.size // pp_size
+    stage, hdp_rank = divmod(ranks.rank, hdp_size)
+    sharding, attention = (ranks.mesh_group, ranks.group) if pp_size == 1 else ranks.blocks[hdp_size]
     return World(
         rank=ranks.rank,
         size=ranks.size,
-        hdp_rank=ranks.rank,
-        hdp_size=ranks.size,
-        stage=0,
-        pp_size=1,
+        hdp_rank=hdp_rank,
+        hdp_size=hdp_size,
+        stage=stage,
+        pp_size=pp_size,
         device=device,
         everyone=ranks.mesh_group,
-        group=ranks.mesh_group,
-        comm=comm,
+        group=sharding,
+        comm=PeerToPeer(attention, timeout_s, device),
+        pipe=PeerToPeer(ranks.group, timeout_s, device) if pp_size > 1 else None,
     )
 
 
@@ -122,17 +128,20 @@ def train_step(
     masked: dict[int, Sequence[int]] | None = None,
     **extra: Any,
 ) -> tuple[float, dict[str, torch.Tensor], StepResult]:
-    """(loss mean, whole gradients, result) of one step on `plan`, from the model that seed 0 gives."""
+    """(loss mean, whole gradients of this stage, result) of one step on `plan`, from the model that seed 0 gives."""
     decoder = in_type(small_decoder(architecture, **extra), master)
+    world = world_of(ranks, pp_size=plan.pp_size)
+    layers = split_layers(decoder.config.num_hidden_layers, plan.pp_size)[world.stage]
+    ends = {"is_first": world.stage == 0, "is_last": world.stage == plan.pp_size - 1}
+    cut_to_stage(decoder, layers, **ends)
     if checkpointing:
         decoder.gradient_checkpointing_enable({"use_reentrant": False})
-    model = LossModel(decoder)
-    world = world_of(ranks)
+    model = LossModel(decoder, **ends)
     shard_model(model, world.group, world.device, dtype)
-    data = step_data(plan, ranks.rank, masked)
+    data = step_data(plan, world.hdp_rank, masked)
     result = run_step(model, CpuKernel(), world, data)
     loss = float(world.all_gather_numbers([result.loss_sum]).sum()) / data.batch.total_targets
-    return loss, full_gradients(model), result
+    return loss, with_whole_names(full_gradients(model), layers), result
 
 
 def reference_step(

@@ -1,4 +1,4 @@
-"""Pipelines with unequal micro-batch counts against one process: loss and every gradient."""
+"""Pipelines with unequal micro-batch counts against one process: loss, every gradient, and the order of operations."""
 
 from typing import Any
 
@@ -6,92 +6,39 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
+from bytescale.cost import preset_cost
 from bytescale.errors import UserError
 from bytescale.plan import StepPlan
-from bytescale.runtime.attention import AttentionContext
-from bytescale.runtime.comm import PeerToPeer
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.model import LossModel
-from bytescale.runtime.pipeline import StageInput, StagePosition, add_tied_gradients, run_stage
-from bytescale.runtime.rings import attention_layouts, local_layout
-from bytescale.runtime.stages import cut_to_stage, split_layers
-from bytescale.runtime.states import full_gradients, gather, reduce, shard_model
+from bytescale.runtime.stages import split_layers
+from bytescale.simulator import simulate, step_spans
 from bytescale.validate import PlanError, validate
 from tests.plans import placed, valid_plans
 from tests.ranks import RankPool, Ranks
-from tests.runtime.models import SIZES, in_type, micro_batches, reference_step, small_decoder
+from tests.runtime.models import reference_step, train_step
 
 
-def _pipeline_step(
-    ranks: Ranks, plan: StepPlan, architecture: str, dtype: torch.dtype, checkpointing: bool, extra: dict[str, Any]
-) -> tuple[float, dict[str, torch.Tensor], range]:
-    """(loss sum, whole gradients of this stage, its layers)."""
-    hdp_size, pp_size = plan.hdp_size, plan.pp_size
-    stage, hdp_rank = divmod(ranks.rank, hdp_size)
-    cpu = torch.device("cpu")
-    mesh, attention = ranks.blocks[hdp_size]
-    decoder = in_type(small_decoder(architecture, **extra), dtype)
-    layers = split_layers(decoder.config.num_hidden_layers, pp_size)[stage]
-    is_first, is_last = stage == 0, stage == pp_size - 1
-    cut_to_stage(decoder, layers, is_first=is_first, is_last=is_last)
-    if checkpointing:
-        decoder.gradient_checkpointing_enable({"use_reentrant": False})
-    model = LossModel(decoder, is_first=is_first, is_last=is_last)
-    shard_model(model, mesh, cpu, dtype)
-    comm = PeerToPeer(attention, 60.0, cpu)
-    position = StagePosition(
-        stage,
-        pp_size,
-        previous=ranks.rank - hdp_size,
-        following=ranks.rank + hdp_size,
-        pipe=PeerToPeer(ranks.group, 60.0, cpu),
-        hidden_size=SIZES["hidden_size"],
-        dtype=dtype,
-    )
-    inputs = [
-        StageInput(
-            *map(torch.from_numpy, (b.input_ids, b.labels, b.position_ids)), AttentionContext(a, CpuKernel(), comm)
-        )
-        for b, a in zip(micro_batches(plan, hdp_rank, {}), attention_layouts(plan, hdp_rank), strict=True)
-    ]
-    gather(model)
-    loss = run_stage(model, inputs, position, lambda number, direction: None)
-    comm.drain()
-    reduce(model, AttentionContext(local_layout([1]), CpuKernel(), comm), max(1, int((plan.lengths - 1).sum())))
-    if model.is_tied:
-        add_tied_gradients(model, position, hdp_rank + (0 if stage else (pp_size - 1) * hdp_size))
-    return float(loss), full_gradients(model), layers
+def _step(ranks: Ranks, plan: StepPlan, architecture: str, options: dict[str, Any]) -> tuple[float, dict]:
+    loss, gradients, _ = train_step(ranks, plan, architecture=architecture, **options)
+    return loss, gradients
 
 
 def check(
     ranks: RankPool, plan: StepPlan, architecture: str, bound: float, checkpointing: bool = False, **extra: Any
 ) -> None:
     dtype = torch.float64 if bound < 1e-9 else torch.float32
-    exact = architecture == "llama"
-    loss, gradients = reference_step(
-        plan, architecture=architecture, master=torch.float64 if exact else torch.float32, **extra
-    )
-    results = ranks.run(plan.hdp_size * plan.pp_size, _pipeline_step, plan, architecture, dtype, checkpointing, extra)
-    total = sum(r[0] for r in results) / int((plan.lengths - 1).sum())
-    assert abs(total - loss) <= bound * loss
+    master = torch.float64 if architecture == "llama" else torch.float32
+    loss, gradients = reference_step(plan, architecture=architecture, master=master, **extra)
+    options = {"dtype": dtype, "master": dtype, "checkpointing": checkpointing, **extra}
     seen = set()
-    for _, found, layers in results:
+    for found_loss, found, *_ in ranks.run(plan.hdp_size * plan.pp_size, _step, plan, architecture, options):
+        assert abs(found_loss - loss) <= bound * loss
         for name, gradient in found.items():
-            whole = _whole_name(name, layers)
-            if extra.get("tie_word_embeddings"):
-                whole = whole.replace("lm_head.weight", "model.embed_tokens.weight")
+            # A tied head is a copy of its own on the last stage.
+            whole = name.replace("lm_head.weight", "model.embed_tokens.weight") if name not in gradients else name
             seen.add(whole)
             error = (gradient.double() - gradients[whole]).abs().max()
             assert error <= bound * gradients[whole].abs().max().clamp_min(1e-12), whole
     assert seen == set(gradients)
-
-
-def _whole_name(name: str, layers: range) -> str:
-    head, found, tail = name.partition(".layers.")
-    if not found:
-        return name
-    index, _, rest = tail.partition(".")
-    return f"{head}.layers.{layers[int(index)]}.{rest}"
 
 
 def in_pipelines(plan_of: Any, pp_size: int) -> StepPlan:
@@ -133,8 +80,8 @@ def test_tied_embeddings_on_different_stages(ranks: RankPool) -> None:
     check(ranks, in_pipelines(THREE, 3), "llama", 1e-5, num_hidden_layers=4, tie_word_embeddings=True)
 
 
-def _loss_sum(ranks: Ranks, plan: StepPlan) -> float:
-    return _pipeline_step(ranks, plan, "llama", torch.float32, False, {})[0]
+def _loss(ranks: Ranks, plan: StepPlan) -> float:
+    return train_step(ranks, plan)[0]
 
 
 @settings(
@@ -145,15 +92,39 @@ def _loss_sum(ranks: Ranks, plan: StepPlan) -> float:
 @given(plan=valid_plans(min_ranks=2, max_ranks=3, max_sequences=8, pp_size=2))
 @pytest.mark.timeout(300)
 def test_random_plans_end_and_agree_with_one_process(ranks: RankPool, plan: StepPlan) -> None:
+    assume(int(plan.lengths.max()) > 1)
     try:
         validate(plan)
     except PlanError as error:
         assert "cycle" in str(error)
         assume(False)
     alone = in_pipelines((plan.lengths.tolist(), [[(0, i)] for i in range(plan.num_sequences)], 1), 1)
-    loss = ranks.run(1, _loss_sum, alone, timeout_s=30)[0]
-    found = ranks.run(plan.hdp_size * 2, _loss_sum, plan, timeout_s=30)
-    assert sum(found) == pytest.approx(loss, rel=1e-5)
+    loss = ranks.run(1, _loss, alone, timeout_s=30)[0]
+    assert ranks.run(plan.hdp_size * 2, _loss, plan, timeout_s=30) == pytest.approx(
+        [loss] * plan.hdp_size * 2, rel=1e-5
+    )
+
+
+def _operations(ranks: Ranks, plan: StepPlan) -> list[str]:
+    _, _, result = train_step(ranks, plan, num_hidden_layers=3)
+    return [span.name for span in result.spans if span.category in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("plan_of", [SHARED, IDLE, THREE])
+@pytest.mark.parametrize("pp_size", [1, 2, 3])
+def test_a_run_does_what_the_simulator_predicts_in_the_same_order(ranks: RankPool, plan_of: Any, pp_size: int) -> None:
+    plan = in_pipelines(plan_of, pp_size)
+    recorded = ranks.run(plan.hdp_size * pp_size, _operations, plan)
+    spans = step_spans(simulate(plan, preset_cost("llama-7b", "h100")), range(plan.hdp_size))
+    for rank in range(plan.hdp_size):
+        for stage in range(pp_size):
+            track = "compute" if pp_size == 1 else f"stage {stage}"
+            predicted = [
+                s.name
+                for s in sorted(spans, key=lambda s: s.start_s)
+                if s.rank == rank and s.track == track and s.category in ("forward", "backward")
+            ]
+            assert recorded[stage * plan.hdp_size + rank] == predicted
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from bytescale.configfile import load_config
 from bytescale.data import StepLoader
 from bytescale.runtime.kernels import CpuKernel
 from bytescale.runtime.states import full_gradients, shard_model
+from bytescale.train.checkpoint import with_whole_names
 from bytescale.train.prepare import prepare
 from bytescale.train.step import run_step
 from bytescale.train.trainer import build_model
@@ -20,7 +21,12 @@ from tests.ranks import RankPool, Ranks
 from tests.runtime.models import world_of
 from tests.train.runs import metrics, train, write_run
 
-STRATEGIES = ["static", "hdp-naive"]
+STRATEGIES = ["static", "hdp-naive", "hdp-balance", "best", "megatron-dynamic", "flexible-cp"]
+ON_THE_COMMAND_LINE = [
+    *((nproc, strategy) for nproc in (2, 3, 4, 6) for strategy in ("static", "hdp-naive")),
+    (4, "hdp-balance"),
+    (3, "best"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +43,7 @@ def alone(config_path: Path) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("nproc", [2, 3, 4, 6])
+@pytest.mark.parametrize(("nproc", "strategy"), ON_THE_COMMAND_LINE)
 def test_command_line_losses_agree(config_path: Path, alone: Path, nproc: int, strategy: str) -> None:
     run_dir = config_path.parent / f"{strategy}-{nproc}"
     done = train(config_path, "--nproc", nproc, "--run.dir", run_dir, "--plan.strategy", strategy)
@@ -51,7 +56,8 @@ def test_command_line_losses_agree(config_path: Path, alone: Path, nproc: int, s
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert (ours["tokens"], ours["sequences"]) == (theirs["tokens"], theirs["sequences"])
     # 600 tokens need 2 ranks of 300; `static` takes the least divisor of the ranks that is at least that.
-    assert max(step["cp_degree_max"] for step in found) == (3 if (strategy, nproc) == ("static", 3) else 2)
+    if strategy != "best":
+        assert max(step["cp_degree_max"] for step in found) == (3 if (strategy, nproc) == ("static", 3) else 2)
     ours, theirs = (load_file(d / "model" / "model.safetensors") for d in (run_dir, alone))
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=5e-3 * float(weight.abs().max()))
@@ -73,34 +79,54 @@ def test_pipelines_agree_through_the_command_line(config_path: Path, alone: Path
 
 
 def _gradients(ranks: Ranks, config: Config) -> list[dict[str, torch.Tensor]]:
-    """Whole gradients of the first two batches, at the initial weights."""
-    prepared = prepare(config, ranks.size)
-    model, world = build_model(config, prepared), world_of(ranks)
+    """Whole gradients of the first two batches on this stage, at the initial weights."""
+    prepared, world = prepare(config, ranks.size), world_of(ranks, pp_size=config.parallel.pp_size)
+    model = build_model(config, prepared, world.stage)
     shard_model(model, world.group, world.device, torch.float32)
     results = []
-    loader = StepLoader(prepared.dataset, config.batch, 0, prepared.planner, ranks.rank, num_steps=2)
-    with loader:
+    with StepLoader(prepared.dataset, config.batch, 0, prepared.planner, world.hdp_rank, num_steps=2) as loader:
         for data in loader:
             run_step(model, CpuKernel(), world, data)
-            results.append({name: g.clone() for name, g in full_gradients(model).items()})
+            gradients = {name: g.clone() for name, g in full_gradients(model).items()}
+            results.append(with_whole_names(gradients, prepared.stages[world.stage]))
             model.zero_grad()
     return results
 
 
-def test_every_gradient_agrees(ranks: RankPool, config_path: Path) -> None:
-    def gradients(size: int, **overrides: Any) -> Any:
-        config = load_config(config_path)
-        return ranks.run(size, _gradients, replace(config, plan=replace(config.plan, **overrides)))
+def check_gradients(found: list[Any], expected: list[dict[str, torch.Tensor]]) -> None:
+    """Every rank's gradients are those of one process; together they are all of them."""
+    seen = set()
+    for per_rank in found:
+        for ours, theirs in zip(per_rank, expected, strict=True):
+            seen |= set(ours)
+            for name, gradient in ours.items():
+                assert (gradient - theirs[name]).abs().max() <= 1e-5 * theirs[name].abs().max(), name
+    assert seen == set(expected[0])
 
-    expected = gradients(1, tokens_per_rank=600)[0]
+
+def with_options(config: Config, layers: int = 2, pp_size: int = 1, **plan: Any) -> Config:
+    model = replace(config.model, config={**(config.model.config or {}), "num_hidden_layers": layers})
+    parallel = replace(config.parallel, pp_size=pp_size)
+    return replace(config, model=model, parallel=parallel, plan=replace(config.plan, **plan))
+
+
+def test_every_gradient_agrees(ranks: RankPool, config_path: Path) -> None:
+    config = load_config(config_path)
+    expected = ranks.run(1, _gradients, with_options(config, tokens_per_rank=600))[0]
     for strategy in STRATEGIES:
-        for size in (2, 3, 4, 6):
-            for found in gradients(size, strategy=strategy):
-                for ours, theirs in zip(found, expected, strict=True):
-                    assert set(ours) == set(theirs)
-                    for name, gradient in theirs.items():
-                        error = (ours[name] - gradient).abs().max()
-                        assert error <= 1e-5 * gradient.abs().max(), (strategy, size, name)
+        for size in (2, 3, 4, 6) if strategy != "megatron-dynamic" else (2, 4):
+            check_gradients(ranks.run(size, _gradients, with_options(config, strategy=strategy)), expected)
+
+
+def test_every_gradient_agrees_in_pipelines(ranks: RankPool, config_path: Path) -> None:
+    """2x1, 2x2, 4x1 and 3x2 stages x pipelines; five layers, which none of them divides."""
+    config = with_options(load_config(config_path), layers=5)
+    expected = ranks.run(1, _gradients, with_options(config, layers=5, tokens_per_rank=600))[0]
+    for strategy in ("static", "hdp-naive", "hdp-balance", "best"):
+        for size, pp_size in ((2, 2), (4, 2), (4, 4), (6, 3)):
+            capacity = 600 if size == pp_size else 300
+            options = with_options(config, layers=5, pp_size=pp_size, strategy=strategy, tokens_per_rank=capacity)
+            check_gradients(ranks.run(size, _gradients, options), expected)
 
 
 def test_bf16_and_checkpointing_through_the_command_line(config_path: Path, alone: Path) -> None:

@@ -53,8 +53,20 @@ def _layers_of_last_stage(num_layers: int, pp_size: int, head_cost: float) -> in
 
 
 def cut_to_stage(decoder: Any, layers: range, *, is_first: bool, is_last: bool) -> None:
-    """Keep `layers` of `decoder` and what belongs to its ends, in place; the rest is freed."""
+    """Keep `layers` of `decoder` and what belongs to its ends, in place; the rest is freed.
+
+    Raises:
+        UserError: the decoder does not consist of `embed_tokens`, `layers`, `norm` and `lm_head`.
+    """
+    if is_first and is_last:
+        return
     base = decoder.base_model
+    for owner, name in ((base, "embed_tokens"), (base, "layers"), (base, "norm"), (decoder, "lm_head")):
+        if not isinstance(getattr(owner, name, None), nn.Module):
+            raise UserError(
+                f"model {decoder.config.model_type!r} cannot be cut into pipeline stages: it has no {name!r}; "
+                "set parallel.pp_size = 1"
+            )
     config = copy.deepcopy(base.config)
     config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):

@@ -71,7 +71,7 @@ class _Timeline:
     def operation(self, number: int, direction: int) -> None:
         """Close the span of one operation of the schedule."""
         category = "forward" if direction == FORWARD else "backward"
-        self.lap(f"{category} {number}", category)
+        self.lap(f"{category} micro-batch {number}", category)
 
 
 def run_step(
