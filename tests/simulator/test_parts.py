@@ -38,7 +38,7 @@ from tests.simulator.plans import linear_cost, plan_of
 K = 1024
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     name=st.sampled_from(["github", "byted", "wikipedia", "wlb", "lognormal:mean=3000"]),
     num=st.integers(1, 4),
@@ -47,10 +47,10 @@ K = 1024
 )
 def test_batches_hold_exactly_their_tokens(name: str, num: int, context: int, seed: int) -> None:
     source = length_source(name)
-    batches = stratified_batches(source, num_batches=num, batch_tokens=3_000_000, context=context, seed=seed)
-    assert [int(batch.sum()) for batch in batches] == [3_000_000] * num
+    batches = stratified_batches(source, num_batches=num, batch_tokens=2_500_000, context=context, seed=seed)
+    assert [int(batch.sum()) for batch in batches] == [2_500_000] * num
     assert all(batch.min() >= 1 and batch.max() <= context for batch in batches)
-    again = stratified_batches(source, num_batches=num, batch_tokens=3_000_000, context=context, seed=seed)
+    again = stratified_batches(source, num_batches=num, batch_tokens=2_500_000, context=context, seed=seed)
     assert all(np.array_equal(a, b) for a, b in zip(batches, again, strict=True))
 
 
