@@ -28,6 +28,7 @@ from bytescale.configfile import load_config
 from bytescale.cost.profile import make_profile, profile_cost
 from bytescale.data import StepData, next_batch, read_micro_batch
 from bytescale.data.loader import LoaderState
+from bytescale.plan import StepPlan, step_plan
 from bytescale.planner import plan as make_plan
 from bytescale.runtime.comm import PeerToPeer
 from bytescale.runtime.kernels import select_kernel
@@ -48,7 +49,7 @@ from bytescale.train.step import run_step
 from bytescale.train.trainer import build_model
 from bytescale.train.world import World
 
-NUM_BATCHES, ROUNDS = 20, 4
+NUM_BATCHES, ROUNDS = 20, 2
 STRATEGIES = ("static", "hdp-balance")
 TOKENS_PER_RANK = 8192
 
@@ -138,6 +139,24 @@ def steps_of(config: Config, prepared: Prepared, cost: Any, strategy: str, world
     return steps
 
 
+def empty_plan(size: int) -> StepPlan:
+    """A step without a micro-batch: what every step costs beside them."""
+    none: list[int] = []
+    return step_plan(
+        strategy="empty",
+        hdp_size=size,
+        tokens_per_rank=TOKENS_PER_RANK,
+        num_layers=1,
+        lengths=none,
+        sequence=none,
+        rank=none,
+        micro_batch=none,
+        tokens=none,
+        cp_degree=none,
+        cp_index=none,
+    )
+
+
 def compare(rank: int, size: int, repeats: int, cpu_time: bool) -> dict[str, Any]:
     """Measure and predict; the slower rank's time counts."""
     config, world = quickstart(), open_pinned_world(rank, size)
@@ -159,10 +178,10 @@ def compare(rank: int, size: int, repeats: int, cpu_time: bool) -> dict[str, Any
         return float(longest)
 
     steps = {name: steps_of(config, prepared, cost, name, world) for name in STRATEGIES}
-    empty = [replace(data, micro_batches=()) for data in steps["static"][:1]]
-    for data in (*empty, *steps["static"][:2], *steps["hdp-balance"][:2]):
+    empty = replace(steps["static"][0], micro_batches=(), plan=empty_plan(size))
+    for data in (empty, *steps["static"][:2], *steps["hdp-balance"][:2]):
         seconds(data)
-    fixed_s = min(seconds(empty[0]) for _ in range(10))
+    fixed_s = min(seconds(empty) for _ in range(10))
     measured = {name: [float("inf")] * NUM_BATCHES for name in STRATEGIES}
     for _ in range(repeats):
         for i in range(NUM_BATCHES):

@@ -1,5 +1,7 @@
 """Timelines computed by hand, conservation over random plans, agreement with the planner's prediction."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,8 +10,9 @@ from hypothesis import strategies as st
 from bytescale.cost import cluster_spec, model_shape, preset_cost
 from bytescale.cost.model import Link
 from bytescale.cost.predict import predict
+from bytescale.lengths import length_source
 from bytescale.planner import plan as make_plan
-from bytescale.simulator import StepOverheads, shares, simulate, step_overheads
+from bytescale.simulator import StepOverheads, shares, simulate, step_overheads, stratified_batches
 from tests.simulator.plans import linear_cost, plan_of
 
 
@@ -170,3 +173,17 @@ def test_block_plans_run_too() -> None:
     assert step.step_time_s == plan.predicted.step_time_s
     total = step.ranks.busy_s + step.ranks.gang_wait_s + step.ranks.dp_bubble_s
     np.testing.assert_allclose(total, step.step_time_s)
+
+
+def test_twelve_thousand_pipelines_of_eight_stages_take_seconds() -> None:
+    cost = preset_cost("llama-70b", "h100", tp_size=8)
+    lengths = stratified_batches(
+        length_source("github"), num_batches=1, batch_tokens=32 * 2**20, context=2**21, seed=1
+    )[0]
+    plan = make_plan(lengths, "hdp-balance", hdp_size=12_288, tokens_per_rank=8192, cost=cost, pp_size=8)
+    extra = step_overheads(model_shape("llama-70b"), cluster_spec("h100"), hdp_size=12_288, tp_size=8, pp_size=8)
+    begin_s = time.perf_counter()
+    step = simulate(plan, cost, extra)
+    assert time.perf_counter() - begin_s < 10
+    assert step.ranks.compute_s.shape == (12_288, 8)
+    assert simulate(plan, cost, extra).step_time_s == step.step_time_s

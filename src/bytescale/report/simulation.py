@@ -151,5 +151,5 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str = "") -> None:
     axes.set_xlabel("seconds")
     if title:
         axes.set_title(title, loc="left", fontsize=10)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=8, fontsize=7, frameon=False)
+    picture.legend(loc="outside lower center", ncols=11, fontsize=7, frameon=False)
     save(picture, path)
