@@ -14,6 +14,8 @@ LIBRARY = [
     "bytescale.cost",
     "bytescale.lengths",
     "bytescale.planner",
+    "bytescale.simulator",
+    "bytescale.simulator.reproduction.catalogue",
     "bytescale.data",
     "bytescale.simulator",
 ]
