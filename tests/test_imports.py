@@ -14,7 +14,6 @@ LIBRARY = [
     "bytescale.cost",
     "bytescale.lengths",
     "bytescale.planner",
-    "bytescale.simulator",
     "bytescale.simulator.reproduction.catalogue",
     "bytescale.data",
     "bytescale.simulator",
