@@ -54,6 +54,8 @@ def run(config):
         raise CommunicationError(f"rank {rank} waited for rank 1")
     if what == "crash":
         raise RuntimeError("a defect")
+    if what == "full":
+        raise OSError(28, "No space left on device", "/x/y")
     os.kill(os.getpid(), signal.SIGKILL)
 
 trainer = types.ModuleType("bytescale.train.trainer")
@@ -165,6 +167,19 @@ def test_a_killed_rank_is_named(run: Callable[..., subprocess.CompletedProcess[s
     result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "kill")
     pid = (tmp_path / "out" / "rank1").read_text()
     assert complaint(result, 1) == f"rank 1 (pid {pid}) was killed by SIGKILL after step 2"
+
+
+def test_a_full_disk_is_no_defect(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "full")
+    assert complaint(result, 1) == "cannot write /x/y: No space left on device"
+
+
+@pytest.mark.parametrize(("rank", "size"), [("x", "2"), ("0", "two"), ("-1", "2"), ("2", "2")])
+def test_ranks_that_torchrun_would_not_give(
+    run: Callable[..., subprocess.CompletedProcess[str]], rank: str, size: str
+) -> None:
+    words = complaint(run("train", "run.toml", RANK=rank, WORLD_SIZE=size, TORCHELASTIC_RUN_ID="none"))
+    assert f"RANK = {rank} and WORLD_SIZE = {size} are not what torchrun sets" in words
 
 
 def test_a_defect_shows_its_traceback_once(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -116,14 +116,14 @@ def launch(
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
             shutdown_timeout=10,
+            # Not SIGINT: the agent would hand it on, and a rank that is still importing answers it with a traceback.
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
         )
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             return _root_cause(error.failures, _last_step(run_dir, started))
         except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
             raise SystemExit(128 + int(error.sigval)) from None
     return None
 

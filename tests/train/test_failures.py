@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from bytescale import cli
+from bytescale.errors import RunError
+from bytescale.train.trainer import _memory_in_words as in_words
 from tests.train.runs import command, environment, metrics, write_run
 
 pytestmark = pytest.mark.timeout(110)
@@ -127,6 +129,15 @@ def test_bad_input_is_refused_before_any_rank_starts(
         assert words in refusal(capsys, config, *arguments), arguments
     left = sorted(path.name for path in (tmp_path / "run").glob("*"))
     assert left == [], "a refused run wrote something"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+def test_the_lack_of_memory_names_the_ways_out(error: Exception) -> None:
+    with pytest.raises(RunError, match=r"rank 3 ran out of memory \(.+\); lower plan\.tokens_per_rank"), in_words(3):
+        raise error
 
 
 def test_a_killed_rank_ends_the_run(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:

@@ -6,6 +6,7 @@ traceback unless it is a lost peer or a run that cannot go on (`CommunicationErr
 Ctrl-C.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -16,7 +17,7 @@ import click
 
 from bytescale import __version__
 from bytescale.errors import CommunicationError, RunError, UserError, nearest
-from bytescale.launch import report_to_launcher
+from bytescale.launch import is_launched_rank, report_to_launcher
 
 _COMMANDS = {
     "train": ("bytescale.cli.train", "Train a model on sequences of mixed length."),
@@ -71,15 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output (head, less) went away: end quietly, also when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _fail(1, RunError("the reader of the output went away")) if is_launched_rank() else 1
     except (KeyboardInterrupt, click.Abort):
         return 130
     except click.ClickException as error:
         return _fail(2, UserError(error.format_message()))
     except UserError as error:
         return _fail(2, error)
+    except OSError as error:
+        return _fail(1, _disk_trouble(error) or error)
     except Exception as error:
         return _fail(1, error)
+
+
+def _disk_trouble(error: OSError) -> RunError | None:
+    """A full disk is nobody's defect, wherever it was met."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return None
+    return RunError(f"cannot write {error.filename or 'the output'}: {error.strerror}")
 
 
 def _fail(code: int, error: Exception) -> int:

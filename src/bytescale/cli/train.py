@@ -65,7 +65,10 @@ def _world_size(nproc: int | None) -> int:
         return nproc or 1
     if nproc is not None:
         raise UserError("--nproc starts local ranks itself; under torchrun leave it out")
-    return int(os.environ["WORLD_SIZE"])
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise UserError(f"RANK = {rank} and WORLD_SIZE = {size} are not what torchrun sets; unset them to start alone")
+    return int(size)
 
 
 def check_world_size(config: Config, world_size: int) -> None:

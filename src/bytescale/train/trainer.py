@@ -8,8 +8,8 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from bytescale.data import StepData, StepLoader
 from bytescale.errors import RunError
 from bytescale.planfile import write_text_atomically
 from bytescale.report import Progress, StepLine, write_summary
-from bytescale.runtime.comm import collective
+from bytescale.runtime.comm import collective, first_line
 from bytescale.runtime.kernels import AttentionKernel, select_kernel
 from bytescale.runtime.model import LossModel, build_decoder
 from bytescale.runtime.offload import Offloader
@@ -60,11 +60,11 @@ def run(config: Config) -> None:
     Raises:
         UserError: bad configuration or data.
         CommunicationError: another rank is gone or late.
-        RunError: training diverged, or the disk is full.
+        RunError: training diverged, the disk is full, or memory is.
     """
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
-    with open_world(config.run.comm_timeout_s, config.parallel.pp_size) as world:
+    with open_world(config.run.comm_timeout_s, config.parallel.pp_size) as world, _memory_in_words(world.rank):
         prepared = prepare(config, world.size)
         dtype = TORCH_DTYPES[config.train.dtype]
         kernel = select_kernel(world.device, dtype)
@@ -72,6 +72,20 @@ def run(config: Config) -> None:
         shard_model(model, world.group, world.device, dtype)
         with open_offloader(config, model, world) as offloader:
             _Run(config, prepared, world, model, kernel, offloader).train()
+
+
+@contextmanager
+def _memory_in_words(rank: int) -> Iterator[None]:
+    """Turn the lack of memory inside the block into one line with the ways out."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise RunError(
+            f"rank {rank} ran out of memory ({first_line(error)}); lower plan.tokens_per_rank, set "
+            'train.activation_checkpointing = "full" or start more ranks'
+        ) from error
 
 
 def build_model(config: Config, prepared: Prepared, stage: int = 0) -> LossModel:
