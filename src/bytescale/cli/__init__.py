@@ -17,7 +17,7 @@ import click
 
 from bytescale import __version__
 from bytescale.errors import CommunicationError, RunError, UserError, nearest
-from bytescale.launch import is_launched_rank, report_to_launcher
+from bytescale.launch import report_to_launcher
 
 _COMMANDS = {
     "train": ("bytescale.cli.train", "Train a model on sequences of mixed length."),
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output (head, less) went away: end quietly, also when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _fail(1, RunError("the reader of the output went away")) if is_launched_rank() else 1
+        return 1
     except (KeyboardInterrupt, click.Abort):
         return 130
     except click.ClickException as error:
