@@ -95,6 +95,7 @@ class Offloader:
         if self._tier is None:
             self._tier = self._make_tier()
             self._tier.begin_step()
+        self._tier.engage()
         state = _MicroBatch(self, self._tier, leaving, num_layers)
         self._active = state
         try:

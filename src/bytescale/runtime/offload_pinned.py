@@ -45,6 +45,9 @@ class PinnedTier:
         torch.cuda.synchronize(self.device)
         self._origin, self._origin_s = self.mark(), time.perf_counter()
 
+    def engage(self) -> None:
+        """Nothing to prepare."""
+
     def store(self, source: Tensor, partition: Partition) -> Stash | None:
         buffer = self._buffer(partition.leaving_bytes)
         return None if buffer is None else _PinnedStash(self, source, partition, buffer)

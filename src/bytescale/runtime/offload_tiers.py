@@ -78,6 +78,10 @@ class Tier(Protocol):
         """Start counting copies anew."""
         ...
 
+    def engage(self) -> None:
+        """Before the first tensor of a micro-batch leaves; `copies` ends it."""
+        ...
+
     def store(self, source: Tensor, partition: Partition) -> Stash | None:
         """Start moving `source` (uint8, a whole storage) out; None when there is no room."""
         ...
