@@ -61,7 +61,7 @@ SUMMARY = RunSummary(
     comm_bytes_static=5 * 2**20,
     wall_time_s=4.0,
     world_size=4,
-    num_split_sequences=3,
+    num_split_documents=3,
 )
 
 

@@ -158,7 +158,7 @@ class OffloadConfig:
 
     dir: str | None = None
     limit_bytes: int | None = None
-    min_bytes: int = 1 << 20
+    min_bytes: int = 1 << 16
 
     def __post_init__(self) -> None:
         _require(self.dir is None or self.dir != "", "offload.dir is empty; leave it out to use run.dir")

@@ -268,11 +268,16 @@ def _parse_lines(text: str, name: str) -> LengthSource:
 
 
 def _parse_csv(text: str, name: str) -> LengthSource:
-    """`length[,count]` with or without a header, or `range,count` with ranges such as [0, 10]; # starts a comment."""
+    """`length[,count]` with or without a header, or `range,count` with ranges such as [0, 10]; # starts a comment.
+
+    A header with a column whose name begins with `length` decides: lengths come from it, counts from a column whose
+    name begins with `count`, and other columns are passed over.
+    """
     low: list[int] = []
     high: list[int] = []
     count: list[int] = []
     any_range = False
+    length_column, count_column = 0, 1
     lines = "\n".join("" if line.startswith("#") else line for line in text.splitlines())
     for number, row in enumerate(csv.reader(io.StringIO(lines)), 1):
         cells = [cell.strip() for cell in row]
@@ -281,14 +286,18 @@ def _parse_csv(text: str, name: str) -> LengthSource:
         where = f"{name} line {number}"
         span = re.fullmatch(r"[\[(]\s*(\d+)\s*[,;-]\s*(\d+)\s*[\])]", cells[0])
         if not low and not span and re.search(r"[A-Za-z]", cells[0]) and cells[0].lower() not in ("nan", "inf"):
+            length_column, count_column = _columns(cells)
             continue
         any_range |= span is not None
-        begin, end = (int(span[1]), int(span[2])) if span else (_whole(cells[0], where),) * 2
+        if len(cells) <= length_column:
+            raise UserError(f"{where} has {len(cells)} columns, the length is in column {length_column + 1}")
+        begin, end = (int(span[1]), int(span[2])) if span else (_whole(cells[length_column], where),) * 2
         if span and end < max(begin, 1):
             raise UserError(f"{where}: the range {cells[0]} is empty")
         low.append(max(begin, 1) if span else begin)
         high.append(end)
-        count.append(_whole(cells[1], where, "count") if len(cells) > 1 and cells[1] else 1)
+        has_count = len(cells) > count_column and cells[count_column]
+        count.append(_whole(cells[count_column], where, "count") if has_count else 1)
     if not low:
         raise UserError(f"{name} holds no lengths")
     if not any_range and sum(count) <= 50_000_000:
@@ -299,6 +308,15 @@ def _parse_csv(text: str, name: str) -> LengthSource:
     if not any(count):
         raise UserError(f"{name} holds no lengths")
     return _table(name, low, high, count)
+
+
+def _columns(header: list[str]) -> tuple[int, int]:
+    """(column of lengths, column of counts); a count column beyond the row means one each."""
+    names = [name.lower() for name in header]
+    lengths = [i for i, name in enumerate(names) if name.startswith("length")]
+    if not lengths:
+        return 0, 1
+    return lengths[0], next((i for i, name in enumerate(names) if name.startswith("count")), len(names))
 
 
 def _whole(word: str, where: str, what: str = "length") -> int:

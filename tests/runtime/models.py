@@ -135,7 +135,7 @@ def train_step(
     ends = {"is_first": world.stage == 0, "is_last": world.stage == plan.pp_size - 1}
     cut_to_stage(decoder, layers, **ends)
     if checkpointing:
-        decoder.gradient_checkpointing_enable({"use_reentrant": False})
+        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = LossModel(decoder, **ends)
     shard_model(model, world.group, world.device, dtype)
     data = step_data(plan, world.hdp_rank, masked)

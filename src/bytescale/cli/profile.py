@@ -9,6 +9,7 @@ import json
 import platform
 import socket
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def profile(
         raise UserError("--rounds must be at least 1, --nproc at least 2: a link has two ends")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
+    if find_spec("torch") is None:
+        raise UserError("profiling needs torch: pip install 'bytescale[train]'")
     config = load_config(Path(rest[0]), overrides)
     longest = max_length if max_length is not None else config.data.max_context
     if longest < 1024:
@@ -92,8 +95,7 @@ def _measure(config: Config, longest: int, rounds: int) -> Profile | None:
         model=shape,
         device=device,
         hardware=_hardware(),
-        versions={name: version(name) for name in ("torch", "transformers", "numpy")}
-        | {"bytescale": __version__},
+        versions={name: version(name) for name in ("torch", "transformers", "numpy")} | {"bytescale": __version__},
         settings={
             "dtype": config.train.dtype,
             "compute_threads": threads,

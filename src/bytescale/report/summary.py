@@ -32,7 +32,7 @@ class RunSummary:
         wall_time_s: from the first step's start to the last step's end.
         world_size: number of ranks.
         num_skipped_steps: steps without a target.
-        num_split_sequences: sequences that came from cutting longer documents.
+        num_split_documents: documents longer than the context, cut into several sequences.
         num_dropped_sequences: sequences dropped as too long.
         num_empty_sequences: documents without a token, dropped.
     """
@@ -51,7 +51,7 @@ class RunSummary:
     wall_time_s: float
     world_size: int = 1
     num_skipped_steps: int = 0
-    num_split_sequences: int = 0
+    num_split_documents: int = 0
     num_dropped_sequences: int = 0
     num_empty_sequences: int = 0
 
@@ -99,7 +99,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(("static would have sent", _static(summary)))
     for name, number in (
         ("steps skipped, no target", summary.num_skipped_steps),
-        ("sequences from split documents", summary.num_split_sequences),
+        ("documents split, too long", summary.num_split_documents),
         ("sequences dropped, too long", summary.num_dropped_sequences),
         ("documents dropped, empty", summary.num_empty_sequences),
     ):

@@ -65,6 +65,8 @@ def _write(decoder: Any, state: dict[str, torch.Tensor], target: Path, config: C
             if not (temporary / source.name).exists():
                 shutil.copyfile(source, temporary / source.name)
         temporary.chmod(0o755)
+        for file in temporary.iterdir():
+            file.chmod(0o644)
         replace_directory(temporary, target)
     except SafetensorError as error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -49,7 +49,7 @@ class RunTotals:
             wall_time_s=time.perf_counter() - self._begin_s,
             world_size=self._world_size,
             num_skipped_steps=num_skipped_steps,
-            num_split_sequences=self._counts.overlong_split,
+            num_split_documents=self._counts.overlong_split,
             num_dropped_sequences=self._counts.overlong_dropped,
             num_empty_sequences=self._counts.empty_dropped,
         )

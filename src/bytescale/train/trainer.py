@@ -96,7 +96,7 @@ def build_model(config: Config, prepared: Prepared, stage: int = 0) -> LossModel
     is_first, is_last = stage == 0, stage == len(prepared.stages) - 1
     cut_to_stage(decoder, prepared.stages[stage], is_first=is_first, is_last=is_last)
     if config.train.activation_checkpointing == "full":
-        decoder.gradient_checkpointing_enable({"use_reentrant": False})
+        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return LossModel(decoder, is_first=is_first, is_last=is_last)
 
 
@@ -130,9 +130,8 @@ class _Run:
         with ExitStack() as stack:
             if self.leads:
                 stack.enter_context(open_run_dir(self.run_dir))
-                parallel = replace(self.config.parallel, hdp_size=self.world.hdp_size)
                 with writing(self.run_dir):
-                    write_config(replace(self.config, parallel=parallel), self.run_dir / "config.toml")
+                    write_config(self.config, self.run_dir / "config.toml")
                     write_text_atomically(self.run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
                 metrics_file = stack.enter_context(MetricsFile(self.run_dir / "metrics.jsonl"))
                 progress = stack.enter_context(Progress(self.config.train.steps))
