@@ -167,7 +167,7 @@ def test_summary_round_trip_and_table(tmp_path: Path) -> None:
         "0 to 3",
         "75.0%",
         "5 MiB, 5 times as much",
-        "split documents",
+        "documents split",
         "2k on 4",
     ):
         assert words in out.getvalue()

@@ -102,7 +102,7 @@ def timeline(spans: Sequence[Span]) -> str:
     kept = [span for span in spans if (span.rank, span.track) in shown]
     kept = sorted(kept, key=lambda span: -span.duration_s)[:MAX_SPANS]
     begin = min(span.start_s for span in kept)
-    whole = max(span.end_s for span in kept) - begin or 1e-9
+    whole = max(max(span.end_s for span in kept) - begin, 1e-9)
     categories = sorted({span.category for span in kept})
     colour = {category: number % NUM_COLOURS for number, category in enumerate(categories)}
     width, left = 2 * _WIDTH, 130
@@ -130,7 +130,8 @@ def timeline(spans: Sequence[Span]) -> str:
 
 def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers that enclose [low, high], at least two of them and about `most` at the most."""
-    if high <= low:
+    # A range that floating point can hardly divide is as good as a point.
+    if high - low <= max(1e-300, 1e-12 * max(abs(low), abs(high))):
         low, high = low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5)
     raw = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(raw))
