@@ -40,7 +40,7 @@ _COLUMNS = {
 def reproduction_page(rows: Rows, num_batches: int) -> str:
     """The whole page as Markdown."""
     words = _words()
-    parts = [words["introduction"] + "\n", _summary(rows), _rules(words["rules"], num_batches)]
+    parts = [words["introduction"] + "\n", _summary(rows), _rules(words["rules"], num_batches) + "\n"]
     for name, own in rows.items():
         parts.append(f"## {_title(name)}\n\n")
         parts.append(f"![{name}](images/reproduce-{name}.svg)\n\n")
@@ -181,7 +181,10 @@ def _beyond_words(rows: Sequence[Row]) -> str:
     plain = [r.extra["gap_most"] for r in rows if r.system == "best" and r.model == "llama-7b"]
     piped = [r.extra["gap"] for r in rows if r.system == "best" and r.model != "llama-7b"]
     balance = [r.extra["gap"] for r in rows if r.system == "hdp-balance" and r.model != "llama-7b"]
-    chunks = [r.extra["over_hdp_balance"] for r in rows if r.system == "chunked (estimate)"]
+    chunked = [r.extra for r in rows if r.system == "chunked (estimate)"]
+    chunks = [extra["over_hdp_balance"] for extra in chunked]
+    held, without = (max(extra[key] for extra in chunked) for key in ("held_tokens_most", "held_tokens_without"))
+    kept_gib = max(extra["kept_gradient_bytes"] for extra in chunked) / 2**30
     never = (
         "never slower than another strategy"
         if worst <= 1 + 1e-9
@@ -192,5 +195,7 @@ def _beyond_words(rows: Sequence[Row]) -> str:
         f"bound in the worst batch. With one it takes {min(piped):.2f} to {max(piped):.2f} times the bound,\n"
         f"hdp-balance {min(balance):.2f} to {max(balance):.2f}; the bound lets all stages work all the time, while a\n"
         "long sequence crosses them one after another. Chunked long sequences would be\n"
-        f"{min(chunks):.2f} to {max(chunks):.2f} times as fast as hdp-balance.\n\n"
+        f"{min(chunks):.2f} to {max(chunks):.2f} times as fast as hdp-balance;\n"
+        f"a stage would hold {held:,} tokens at most (whole sequences: {without:,}) and keep {kept_gib:.2f} GiB of\n"
+        "key-and-value gradients.\n\n"
     )

@@ -51,7 +51,8 @@ def _pairs(rows: Sequence[Row]) -> Any:
     ratios = [row.ours / row.paper if row.paper else 1.0 for row in shown]
     axes.barh(range(len(shown)), ratios, 0.6, color=_BALANCE)
     for number, row in enumerate(shown):
-        axes.text(ratios[number], number, f" {row.ours:.3g} (paper {row.paper:.3g})", va="center", fontsize=7)
+        beside = max(ratios[number], 1.0)
+        axes.text(beside, number, f" {row.ours:.3g} (paper {row.paper:.3g})", va="center", fontsize=7)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks(range(len(shown)), labels, fontsize=7)
     axes.invert_yaxis()
@@ -110,6 +111,8 @@ def _scaling(rows: Sequence[Row]) -> Any:
             axes.plot(ranks, rate, style, color=colour, marker="o", markersize=4, label=f"{system}, {data}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    ticks = sorted({row.extra["ranks"] for row in rows})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlabel("HDP ranks")
     axes.set_ylabel("tokens/s")
     axes.grid(alpha=0.3)

@@ -40,6 +40,8 @@ def _text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
+        if abs(value) < 1e-6:
+            return "0"
         return f"{value:,.0f}" if abs(value) >= 1000 else units.significant(value)
     return str(value)
 
