@@ -17,6 +17,7 @@ from bytescale.runtime.offload import Offloader, OffloadReport
 from bytescale.runtime.offload_disk import DiskTier
 from bytescale.runtime.offload_tiers import LeavingRows, leaving_rows, partition
 from bytescale.runtime.states import full_gradients, shard_model
+from bytescale.train.memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.step import run_step
 from tests.plans import columns_of, placed, rebuilt
 from tests.ranks import RankPool, Ranks
@@ -40,7 +41,7 @@ def compare(ranks: Ranks, directory: str, dtype: torch.dtype, checkpointing: boo
     """(ratio, first gradient that differs, bytes out, bytes in) of every ratio, over three AdamW steps each."""
     decoder = small_decoder("llama", num_hidden_layers=NUM_LAYERS).train()
     if checkpointing:
-        decoder.gradient_checkpointing_enable({"use_reentrant": False})
+        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model, world = LossModel(decoder), world_of(ranks)
     shard_model(model, world.group, world.device, dtype)
     weights = [p.detach().clone() for p in model.parameters()]
@@ -285,6 +286,28 @@ def test_what_left_is_freed_and_an_abandoned_graph_gives_its_room_back(tier: Rec
     # The room of one step served all three.
     assert tier._room._size <= 64 << 20
     assert [end - begin for begin, end in tier._room._free] == [tier._room._size]
+
+
+def test_resident_memory_falls(tier: RecordingTier) -> None:
+    """Ten layers of 16 MiB; the benchmark measures a real model."""
+    model, cpu = Layers(10, lambda hidden, weight: hidden.exp() * 1e-3), torch.device("cpu")
+    hidden = torch.zeros(1, 65536, 64, requires_grad=True)
+
+    def growth(ratio: float) -> int:
+        offloader = Offloader(model, lambda: tier, 1024)  # type: ignore[arg-type]
+        offloader.begin_step()
+        hidden.grad = None
+        reset_peak_memory(cpu)
+        before = peak_memory_bytes(cpu)
+        with offloader.micro_batch([65536], [ratio]):
+            out = model(hidden)
+        out.backward(hidden.detach())
+        offloader.end_step()
+        return peak_memory_bytes(cpu) - before
+
+    plain, offloaded = growth(0.0), growth(1.0)
+    assert plain > 140 << 20
+    assert offloaded < 0.6 * plain
 
 
 @pytest.mark.parametrize("limit", [0, 3 * 4096])

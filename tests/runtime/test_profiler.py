@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bytescale.cli import main
 from bytescale.config import ModelConfig
 from bytescale.cost.profile import read_profile
 from bytescale.runtime.comm import PeerToPeer
@@ -90,7 +91,7 @@ def test_the_grid_holds_out_points_between() -> None:
     assert length_grid(1024)[0][-1] == 1024
 
 
-def test_profile_then_train_with_it(tmp_path: Path) -> None:
+def test_profile_then_train_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config_path, out = write_run(tmp_path), tmp_path / "profile.json"
     options = ["--data.max_context", 600]
     done = profile(config_path, "--out", out, "--max-length", 1024, "--rounds", 1, *options)
@@ -101,9 +102,9 @@ def test_profile_then_train_with_it(tmp_path: Path) -> None:
     run = train(config_path, "--plan.profile", out, "--train.steps", 1, "--plan.tokens-per-rank", 600)
     assert run.returncode == 0, run.stderr
     assert "profile measured 256 to 1024 tokens" in run.stdout + run.stderr
-    other = train(config_path, "--plan.profile", out, "--model.config.hidden_size", 64)
-    assert other.returncode == 2
-    assert "is of another model: hidden_size is 32 there and 64 here" in other.stderr
+    other = ["--plan.profile", str(out), "--model.config.hidden_size", "64", "--plan.tokens-per-rank", "600"]
+    assert main(["train", str(config_path), *other]) == 2
+    assert "is of another model: hidden_size is 32 there and 64 here" in capsys.readouterr().err
 
 
 def profile(*arguments: object) -> Any:
