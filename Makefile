@@ -47,5 +47,5 @@ $(VENV)/.installed-train: $(SET_UP) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: $(SET_UP) | $(BIN)/python
-	$(PIP) -e '.[train,data,dev]'
+	$(PIP) -e '.[train,data,report,dev]'
 	@touch $@ $(VENV)/.installed-train
