@@ -112,8 +112,11 @@ def save(picture: Any, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a date in it the same figures give the same file.
-        picture.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else {})
+        from matplotlib import rc_context
+
+        # Without a date and with fixed names inside, the same figures give the same file.
+        with rc_context({"svg.hashsalt": "bytescale"}):
+            picture.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else {})
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
     except ValueError as error:
