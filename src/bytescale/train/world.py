@@ -117,13 +117,13 @@ def open_world(comm_timeout_s: float, pp_size: int = 1) -> Iterator[World]:
         raise CommunicationError(f"rank {rank}: the {size} ranks did not meet: {first_line(error)}") from error
     try:
         with collective(rank, "setting up the process groups"):
-            world = _join_groups(rank, size, pp_size, device, comm_timeout_s)
+            world = join_groups(rank, size, pp_size, device, comm_timeout_s)
         yield world
     finally:
         dist.destroy_process_group()
 
 
-def _join_groups(rank: int, size: int, pp_size: int, device: torch.device, timeout_s: float) -> World:
+def join_groups(rank: int, size: int, pp_size: int, device: torch.device, timeout_s: float) -> World:
     """Make the groups of every stage, in the same order on all ranks, and keep this rank's."""
     everyone = dist.group.WORLD
     assert everyone is not None
