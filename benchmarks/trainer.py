@@ -1,4 +1,4 @@
-"""Tokens per second of the trainer, beside a plain Transformers loop on one rank and `hdp-naive` beside `static` on two.
+"""Tokens per second of the trainer: beside a plain Transformers loop on one rank; `hdp-naive` and `static` on two.
 
 python -m benchmarks.trainer             about three minutes on two cores
 """
