@@ -186,7 +186,13 @@ def test_ranks_end_with_the_launcher(script: Path, number: signal.Signals, code:
         "try:\n    launch(2, sys.argv[1:], run_dir=Path(sys.argv[4]))\nexcept KeyboardInterrupt:\n    sys.exit(130)\n"
     )
     command = [sys.executable, "-c", driver, str(script), "hang", "hang", str(script.parent)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A job in the background of a shell inherits an ignored SIGINT; this one must not.
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         wait_until(lambda: len(alive(script.parent)) == 2 and (script.parent / "metrics.jsonl").exists(), 30)
         process.send_signal(number)
