@@ -160,7 +160,8 @@ def test_a_rank_that_stops_answering_is_noticed(
     while alive(pids[1]):
         time.sleep(0.05)
     os.kill(pids[0], signal.SIGCONT)
-    (line,) = the_end(process, 1, pids.values())
+    # A rank that wakes up among dead peers may still say something of its own; the launcher says one thing.
+    (line,) = [line for line in the_end(process, 1, pids.values()) if line.startswith("bytescale: ")]
     assert line.startswith(f"bytescale: rank 1 (pid {pids[1]}) failed with exit code 1 after step")
     assert "rank 1: " in line and "failed after " in line
 
