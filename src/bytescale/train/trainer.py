@@ -70,7 +70,8 @@ def run(config: Config) -> None:
         kernel = select_kernel(world.device, dtype)
         model = build_model(config, prepared, world.stage)
         shard_model(model, world.group, world.device, dtype)
-        with open_offloader(config, model, world) as offloader:
+        # Posting a transfer to a rank that is gone fails at once, wherever it is posted.
+        with open_offloader(config, model, world) as offloader, collective(world.rank, "an exchange"):
             _Run(config, prepared, world, model, kernel, offloader).train()
 
 
