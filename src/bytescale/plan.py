@@ -7,8 +7,10 @@ equal plans byte-for-byte equal and lets every consumer slice a rank or a micro-
 Vocabulary: a *sequence* of s tokens is served by `cp_degree` ranks; the part on one rank is a *piece*; the pieces a
 rank runs together are a *micro-batch*, numbered from 0 in that rank's own order of execution. Which tokens a piece
 holds follows from (s, cp_degree, cp_index) alone in the `zigzag` layout (`bytescale.layout`); in the `blocks` layout
-the plan states `token_begin` and `token_end` instead. `bytescale.validate` proves a plan, `bytescale.planfile` stores
-it.
+the plan states `token_begin` and `token_end` instead. In the `chunks` layout it states all four: tokens
+[token_begin, token_end) are a *chunk* of the sequence, and the piece is number cp_index of cp_degree of that chunk;
+the chunks of a sequence are consecutive micro-batches of the same ranks, which keep the keys and values of the earlier
+ones. `bytescale.validate` proves a plan, `bytescale.planfile` stores it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
-Layout = Literal["zigzag", "blocks"]
+Layout = Literal["zigzag", "blocks", "chunks"]
 
 
 def _ints(values: Sequence[int] | IntArray) -> IntArray:
@@ -33,7 +35,7 @@ class Pieces:
     """Parallel columns, one row a piece; all of shape [num_pieces].
 
     `cp_degree` and `cp_index` are set in the zig-zag layout, `token_begin` and `token_end` (half-open token indices
-    inside the sequence) in the block layout; the other pair is None.
+    inside the sequence) in the block layout, the other pair is None; the chunk layout has both.
     """
 
     sequence: IntArray
@@ -87,6 +89,8 @@ class StepPlan:
         num_layers: layers on one rank, ceil(layers / pp_size).
         lengths: tokens of every sequence of the batch. Shape [num_sequences].
         pieces: the rows, in canonical order.
+        kept_gradient_share: what the key-and-value gradients of a kept chunk add to its activations, as a share of
+            them; 0 outside the `chunks` layout.
     """
 
     strategy: str
@@ -97,6 +101,7 @@ class StepPlan:
     pieces: Pieces
     pp_size: int = 1
     layout: Layout = "zigzag"
+    kept_gradient_share: float = 0.0
     predicted: Prediction | None = field(default=None, compare=False)
 
     @property
@@ -122,11 +127,20 @@ class StepPlan:
         pairs = np.unique(self.pieces.sequence * self.hdp_size + self.pieces.rank)
         return np.bincount(pairs // self.hdp_size, minlength=self.num_sequences)
 
+    def sequence_chunks(self) -> IntArray:
+        """Number of chunks of every sequence, 1 outside the `chunks` layout. Shape [num_sequences]."""
+        if self.layout != "chunks":
+            return np.ones(self.num_sequences, dtype=np.int64)
+        assert self.pieces.cp_index is not None
+        return np.bincount(self.pieces.sequence[self.pieces.cp_index == 0], minlength=self.num_sequences)
+
     def sequence_rows(self) -> tuple[IntArray, IntArray]:
-        """Rows grouped by sequence: `rows[begin[i]:begin[i+1]]` are those of sequence i, ordered by cp_index."""
-        inner = self.pieces.cp_index if self.pieces.cp_index is not None else self.pieces.token_begin
-        assert inner is not None
-        rows = np.lexsort((inner, self.pieces.sequence))
+        """Rows grouped by sequence: `rows[begin[i]:begin[i+1]]` are those of sequence i.
+
+        They are ordered by token_begin, inside a chunk by cp_index.
+        """
+        inner = [column for column in (self.pieces.cp_index, self.pieces.token_begin) if column is not None]
+        rows = np.lexsort((*inner, self.pieces.sequence))
         begin = np.searchsorted(self.pieces.sequence[rows], np.arange(self.num_sequences + 1))
         return rows, begin
 
@@ -160,18 +174,20 @@ def step_plan(
     token_begin: Sequence[int] | IntArray | None = None,
     token_end: Sequence[int] | IntArray | None = None,
     pp_size: int = 1,
+    kept_gradient_share: float = 0.0,
     predicted: Prediction | None = None,
 ) -> StepPlan:
-    """A `StepPlan` from columns in any order; the layout follows from which pair of columns is given.
+    """A `StepPlan` from columns in any order; the layout follows from which pair of columns is given, or both.
 
     Raises:
-        ValueError: neither or both of (cp_degree, cp_index) and (token_begin, token_end) are given, or the columns
-            differ in length.
+        ValueError: neither (cp_degree, cp_index) nor (token_begin, token_end) are given, or the columns differ in
+            length.
     """
-    zigzag = cp_degree is not None and cp_index is not None
+    rings = cp_degree is not None and cp_index is not None
     blocks = token_begin is not None and token_end is not None
-    if zigzag == blocks:
-        raise ValueError("a plan needs either cp_degree and cp_index, or token_begin and token_end")
+    if not (rings or blocks):
+        raise ValueError("a plan needs cp_degree and cp_index, token_begin and token_end, or all four")
+    layout: Layout = "zigzag" if not blocks else "chunks" if rings else "blocks"
     num_pieces = len(sequence)
     ratio = np.ascontiguousarray(offload_ratio, dtype=np.float64)
     if np.ndim(offload_ratio) == 0:
@@ -202,6 +218,7 @@ def step_plan(
         lengths=_ints(lengths),
         pieces=pieces.take(order),
         pp_size=pp_size,
-        layout="blocks" if blocks else "zigzag",
+        layout=layout,
+        kept_gradient_share=kept_gradient_share,
         predicted=predicted,
     )

@@ -9,12 +9,12 @@ import os
 import tempfile
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from bytescale.errors import UserError
-from bytescale.plan import Pieces, Prediction, StepPlan, step_plan
+from bytescale.plan import Layout, Pieces, Prediction, StepPlan, step_plan
 
 FORMAT, VERSION = "bytescale-plan", 1
 _SCALARS = ("hdp_size", "pp_size", "tokens_per_rank", "num_layers")
@@ -37,12 +37,14 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
-    """The plan as JSON-ready values. `layout` is written for block plans only."""
+    """The plan as JSON-ready values. `layout` is written where it is not `zigzag`."""
     columns = {f.name: getattr(plan.pieces, f.name) for f in fields(Pieces)}
     value: dict[str, Any] = {"format": FORMAT, "version": VERSION, "strategy": plan.strategy}
     value |= {name: getattr(plan, name) for name in _SCALARS}
     if plan.layout != "zigzag":
         value["layout"] = plan.layout
+    if plan.layout == "chunks":
+        value["kept_gradient_share"] = plan.kept_gradient_share
     value["sequences"] = {"length": plan.lengths.tolist()}
     value["pieces"] = {name: column.tolist() for name, column in columns.items() if column is not None}
     if plan.predicted is not None:
@@ -90,19 +92,22 @@ def plan_from_dict(value: Any) -> StepPlan:
     if value.get("version") != VERSION:
         raise UserError(f"plan version {value.get('version')!r} is not supported; this program reads {VERSION}")
     layout = value.get("layout", "zigzag")
-    if layout not in ("zigzag", "blocks"):
-        raise UserError(f'layout {layout!r} is unknown; it is "zigzag" or "blocks"')
+    if layout not in get_args(Layout):
+        raise UserError(f"layout {layout!r} is unknown; it is one of {', '.join(get_args(Layout))}")
     table = _section(value, "pieces")
     names = ["sequence", "rank", "micro_batch", "tokens"]
-    names += ["cp_degree", "cp_index"] if layout == "zigzag" else ["token_begin", "token_end"]
+    names += ["cp_degree", "cp_index"] if layout != "blocks" else []
+    names += ["token_begin", "token_end"] if layout != "zigzag" else []
     columns: dict[str, Any] = {name: _integers(table, "pieces", name) for name in names}
     scalars: dict[str, Any] = {name: _integer(value, name) for name in _SCALARS}
     offload_ratio = _floats(table, "pieces", "offload_ratio")
+    share = _number(value, "", "kept_gradient_share") if layout == "chunks" else 0.0
     try:
         return step_plan(
             strategy=str(value.get("strategy", "")),
             lengths=_integers(_section(value, "sequences"), "sequences", "length"),
             offload_ratio=offload_ratio,
+            kept_gradient_share=share,
             predicted=_prediction(value["predicted"]) if "predicted" in value else None,
             **scalars,
             **columns,
@@ -114,13 +119,16 @@ def plan_from_dict(value: Any) -> StepPlan:
 def _prediction(value: Any) -> Prediction:
     if not isinstance(value, dict):
         raise UserError("predicted must be an object")
-    scalars = {}
-    for name in ("step_time_s", "lower_bound_s", "imbalance", "planning_time_s"):
-        number = value.get(name)
-        if not isinstance(number, int | float) or isinstance(number, bool):
-            raise UserError(f"predicted.{name} must be a number, not {number!r}")
-        scalars[name] = float(number)
+    names = ("step_time_s", "lower_bound_s", "imbalance", "planning_time_s")
+    scalars = {name: _number(value, "predicted.", name) for name in names}
     return Prediction(rank_time_s=_floats(value, "predicted", "rank_time_s"), **scalars)
+
+
+def _number(value: dict[str, Any], where: str, name: str) -> float:
+    number = value.get(name)
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise UserError(f"{where}{name} must be a number, not {number!r}")
+    return float(number)
 
 
 def _section(value: dict[str, Any], name: str) -> dict[str, Any]:

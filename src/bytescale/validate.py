@@ -3,9 +3,12 @@
 `validate` checks, and names sequence and rank when it cannot confirm:
 
 1. coverage: every token of every sequence exactly once; in the zig-zag layout one cp_degree D per sequence, D distinct
-   ranks, cp_index 0..D-1 once each; micro-batches numbered without gaps;
+   ranks, cp_index 0..D-1 once each; micro-batches numbered without gaps; the chunks of a sequence are neighbouring
+   micro-batches of the same ranks in the order of their tokens;
 2. memory: for every micro-batch, sum over its pieces of tokens * (k + (1 - r)(l - k)) / l <= C, with l layers on the
    rank, r the offload ratio and k = min(2, l) layers that always stay (r = 0 gives tokens <= C);
+   in the `chunks` layout also: every rank and stage holds at most pp_size * C tokens between forward and backward,
+   which is what 1F1B of whole sequences may need at its first stage, key-and-value gradients of kept chunks counted;
 3. executable: a gang has at most one micro-batch per rank, and the operation graph has no cycle (`bytescale.schedule`);
 4. an idle rank is legal; `PlanReport` lists it.
 
@@ -20,7 +23,7 @@ import numpy.typing as npt
 from bytescale.errors import UserError
 from bytescale.layout import piece_tokens
 from bytescale.plan import StepPlan
-from bytescale.schedule import BACKWARD, find_cycle, gangs_of, operation_edges
+from bytescale.schedule import BACKWARD, find_cycle, gangs_of, most_in_flight, operation_edges
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -63,10 +66,10 @@ def validate(plan: StepPlan) -> PlanReport:
         PlanError: the first rule found broken, with sequence and rank.
     """
     _check_ranges(plan)
-    if plan.layout == "zigzag":
-        _check_zigzag_coverage(plan)
-    else:
+    if plan.layout == "blocks":
         _check_block_coverage(plan)
+    else:
+        _check_zigzag_coverage(plan)
     _check_micro_batch_numbers(plan)
     peak_tokens = _check_memory(plan)
     num_gangs = _check_order(plan)
@@ -107,13 +110,17 @@ def _check_ranges(plan: StepPlan) -> None:
 
 
 def _check_zigzag_coverage(plan: StepPlan) -> None:
+    """One degree, distinct ranks and every cp_index once in each sequence or, in the `chunks` layout, each chunk."""
     pieces = plan.pieces
     degree, index = pieces.cp_degree, pieces.cp_index
     assert degree is not None and index is not None
     rows, begin = plan.sequence_rows()
-    counts = np.diff(begin)
-    if (i := _first(counts == 0)) is not None:
+    if (i := _first(np.diff(begin) == 0)) is not None:
         raise PlanError(f"sequence {i} ({plan.lengths[i]} tokens) is not placed on any rank")
+    length = plan.lengths[pieces.sequence]
+    if plan.layout == "chunks":
+        begin, length = _check_chunks(plan, rows)
+    counts = np.diff(begin)
     expected = np.repeat(counts, counts)
     if (i := _first(degree[rows] != expected)) is not None:
         row = rows[i]
@@ -128,16 +135,65 @@ def _check_zigzag_coverage(plan: StepPlan) -> None:
             f"sequence {pieces.sequence[row]} must have cp_index 0..{degree[row] - 1} once each; "
             f"rank {pieces.rank[row]} has {index[row]}"
         )
-    by_rank = np.lexsort((pieces.rank, pieces.sequence))
-    repeated = (np.diff(pieces.sequence[by_rank]) == 0) & (np.diff(pieces.rank[by_rank]) == 0)
+    group = np.zeros(len(rows), dtype=np.int64)
+    group[rows] = np.repeat(np.arange(len(counts)), counts)
+    by_rank = np.lexsort((pieces.rank, group))
+    repeated = (np.diff(group[by_rank]) == 0) & (np.diff(pieces.rank[by_rank]) == 0)
     if (i := _first(repeated)) is not None:
         row = by_rank[i]
         raise PlanError(f"sequence {pieces.sequence[row]} has two pieces on rank {pieces.rank[row]}")
-    tokens = piece_tokens(plan.lengths[pieces.sequence], degree, index)
+    tokens = piece_tokens(length, degree, index)
     if (i := _first(tokens != pieces.tokens)) is not None:
         raise PlanError(
             f"sequence {pieces.sequence[i]} on rank {pieces.rank[i]} says {pieces.tokens[i]} tokens; "
-            f"piece {index[i]} of {degree[i]} of {plan.lengths[pieces.sequence[i]]} tokens has {tokens[i]}"
+            f"piece {index[i]} of {degree[i]} of {length[i]} tokens has {tokens[i]}"
+        )
+    if plan.layout == "chunks":
+        _check_chunk_order(plan)
+
+
+def _check_chunks(plan: StepPlan, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """Chunks cover their sequence in order, on the same ranks, in neighbouring micro-batches.
+
+    Returns:
+        Where each chunk begins in `rows`, with the end; and the tokens of the chunk of every piece.
+    """
+    pieces = plan.pieces
+    token_begin, token_end = pieces.token_begin, pieces.token_end
+    assert token_begin is not None and token_end is not None
+    if plan.pp_size == 1:
+        raise PlanError("a plan in the chunks layout needs a pipeline; pp_size is 1")
+    if not 0 <= plan.kept_gradient_share < float("inf"):
+        raise PlanError(f"kept_gradient_share is {plan.kept_gradient_share}; it must be at least 0")
+    sequence, chunk_begin, chunk_end = pieces.sequence[rows], token_begin[rows], token_end[rows]
+    same = np.diff(sequence) == 0
+    new = np.concatenate([[True], ~same | (np.diff(chunk_begin) != 0)])
+    first = np.flatnonzero(new)
+    if (i := _first(chunk_end != chunk_end[first][np.cumsum(new) - 1])) is not None:
+        raise PlanError(f"sequence {sequence[i]}: pieces of the chunk at token {chunk_begin[i]} disagree on its end")
+    before = np.where(np.concatenate([[False], same])[first], chunk_end[first - 1], 0)
+    is_last = np.concatenate([sequence[first][1:] != sequence[first][:-1], [True]])
+    wrong = (chunk_begin[first] != before) | (chunk_end[first] <= chunk_begin[first])
+    wrong |= is_last & (chunk_end[first] != plan.lengths[sequence[first]])
+    if (i := _first(wrong)) is not None:
+        row = first[i]
+        raise PlanError(
+            f"sequence {sequence[row]} has {plan.lengths[sequence[row]]} tokens and a chunk "
+            f"[{chunk_begin[row]}, {chunk_end[row]}): chunks must follow each other from 0 to the end"
+        )
+    return np.append(first, len(rows)), token_end - token_begin
+
+
+def _check_chunk_order(plan: StepPlan) -> None:
+    pieces = plan.pieces
+    assert pieces.cp_index is not None and pieces.token_begin is not None
+    by_index = np.lexsort((pieces.token_begin, pieces.cp_index, pieces.sequence))
+    sequence, rank, micro_batch = (c[by_index] for c in (pieces.sequence, pieces.rank, pieces.micro_batch))
+    following = (np.diff(sequence) == 0) & (np.diff(pieces.cp_index[by_index]) == 0)
+    if (i := _first(following & ((np.diff(rank) != 0) | (np.diff(micro_batch) != 1)))) is not None:
+        raise PlanError(
+            f"sequence {sequence[i]}: the chunk after micro-batch {micro_batch[i]} of rank {rank[i]} is in micro-batch "
+            f"{micro_batch[i + 1]} of rank {rank[i + 1]}; it must be in the next one of the same rank"
         )
 
 
@@ -197,7 +253,32 @@ def _check_memory(plan: StepPlan) -> float:
             f"micro-batch {pieces.micro_batch[row]} of rank {pieces.rank[row]} (first sequence {pieces.sequence[row]}) "
             f"holds {held[worst]:.6g} tokens; tokens_per_rank is {plan.tokens_per_rank}"
         )
+    if plan.layout == "chunks":
+        _check_kept(plan)
     return float(held[worst])
+
+
+def _check_kept(plan: StepPlan) -> None:
+    most = in_flight_tokens(plan)
+    limit = plan.pp_size * plan.tokens_per_rank
+    rank, stage = (int(i) for i in np.unravel_index(int(most.argmax()), most.shape))
+    if most[rank, stage] > limit * (1 + 1e-9):
+        raise PlanError(
+            f"rank {rank} holds {most[rank, stage]:.6g} tokens at stage {stage} between forward and backward; "
+            f"pp_size * tokens_per_rank is {limit}"
+        )
+
+
+def in_flight_tokens(plan: StepPlan) -> FloatArray:
+    """Most token-equivalents (rule 2) between forward and backward, kept gradients counted. [hdp_size, pp_size]."""
+    pieces = plan.pieces
+    kept = resident_tokens(pieces.tokens, pieces.offload_ratio, plan.num_layers)
+    if plan.layout == "chunks":
+        assert pieces.token_begin is not None and pieces.token_end is not None
+        is_part = pieces.token_end - pieces.token_begin < plan.lengths[pieces.sequence]
+        kept = kept + np.where(is_part, plan.kept_gradient_share * pieces.tokens, 0.0)
+    held = np.bincount(plan.micro_batch_ids(), weights=kept, minlength=int(plan.num_micro_batches().sum()))
+    return most_in_flight(plan, np.asarray(held, np.float64))
 
 
 def _check_order(plan: StepPlan) -> int:

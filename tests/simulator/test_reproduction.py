@@ -17,11 +17,11 @@ from bytescale.simulator.reproduction import beyond, systems
 from bytescale.simulator.reproduction.beyond import run_strategy
 from bytescale.simulator.reproduction.case_study import figure_18, figure_20
 from bytescale.simulator.reproduction.catalogue import FIGURES
-from bytescale.simulator.reproduction.chunked import chunked_step
 from bytescale.simulator.reproduction.offloading import figure_21
 from bytescale.simulator.reproduction.small_figures import figure_4, figure_5, figure_6
 from bytescale.simulator.reproduction.systems import folded_static, paper_workload
 from bytescale.simulator.reproduction.throughput import MODELS
+from bytescale.validate import validate
 
 K = 1024
 
@@ -109,13 +109,17 @@ def test_best_is_never_slower_and_near_the_bound_without_a_pipeline() -> None:
     assert times["best"] <= 1.03 * lower_bound_s(cluster.cost, lengths, cluster.hdp_size)
 
 
-def test_chunks_are_counted_with_their_memory() -> None:
+def test_chunks_are_faster_than_whole_sequences_within_their_memory() -> None:
     cluster = replace(paper_cluster("mistral-8x7b"), update_s=0.0, hdp_size=64)
     lengths = paper_workload("github", 256 * K, 4 * K * K, 1).batches[0]
-    outcome = chunked_step(lengths, cluster)
-    assert outcome.step_time_s >= lower_bound_s(cluster.cost, lengths, 64, 4) * 0.5
-    assert outcome.held_tokens <= 16 * cluster.tokens_per_rank
-    assert outcome == chunked_step(lengths, cluster)
+    times = {}
+    for name in ("hdp-balance", "best", "chunked"):
+        step, _ = run_strategy(plan_with_origin, cluster, lengths, name, int(lengths.max()))
+        times[name] = step.step_time_s
+    assert step.plan.layout == "chunks"
+    validate(step.plan)  # its memory rule counts kept tokens and gradients
+    assert times["chunked"] < 0.95 * times["best"] < 0.95 * times["hdp-balance"]
+    assert times["chunked"] >= lower_bound_s(cluster.cost, lengths, 64, 1) / 4
 
 
 def test_every_figure_of_the_catalogue_gives_json() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from bytescale.cli.planning import Request, planning_options, request, wide_console
 from bytescale.errors import UserError, nearest
-from bytescale.planner import STRATEGIES, plan_with_origin
-from bytescale.report.plan_table import comparison_notes, comparison_table, plan_figures
+from bytescale.planner import SIMULATED_ONLY, STRATEGIES, plan_with_origin
+from bytescale.report.plan_table import chunk_words, comparison_notes, comparison_table, plan_figures
 from bytescale.simulator import main_loss, mean_shares, shares, simulate
 from bytescale.validate import validate
 
@@ -19,16 +19,22 @@ _MEANS = ("step_time_s", "gap", "imbalance", "idle_share", "degree_1_share", "at
 
 @click.command("compare")
 @planning_options
-@click.option("--strategies", default=",".join(STRATEGIES), show_default=True, help="Names, separated by commas.")
+@click.option(
+    "--strategies",
+    default=None,
+    help=f"Names, separated by commas, of: {', '.join(STRATEGIES)}.  [default: all, chunked only with a pipeline]",
+)
 @click.option("--batches", "num_batches", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")
-def compare(strategies: str, num_batches: int, as_json: bool, **options: Any) -> None:
+def compare(strategies: str | None, num_batches: int, as_json: bool, **options: Any) -> None:
     """Plan the same batches with several strategies. Speedups are over the first strategy of the list.
 
     Every plan is validated before it is counted. A strategy that cannot plan a batch is shown with its reason. best may
     return any other strategy's plan here, block plans included.
     """
-    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    names = [name for name in STRATEGIES if name not in SIMULATED_ONLY or options["pp_size"] > 1]
+    if strategies is not None:
+        names = [name.strip() for name in strategies.split(",") if name.strip()]
     for name in names:
         if name not in STRATEGIES:
             raise UserError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
@@ -82,5 +88,13 @@ def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
         "shares": asdict(parts),
         "main_loss": main_loss(parts),
         "origins": origins,
-        "note": ", ".join(f"{count} of {len(figures)} plans by {name}" for name, count in origins.items()),
+        "note": _note(figures, origins),
     }
+
+
+def _note(figures: list[dict[str, Any]], origins: dict[str, int]) -> str:
+    """Whose plans these are, or what the most chunked one does."""
+    most = max(figures, key=lambda f: f["chunked_sequences"])
+    if most["chunked_sequences"]:
+        return chunk_words(most)
+    return ", ".join(f"{count} of {len(figures)} plans by {name}" for name, count in origins.items())

@@ -227,7 +227,7 @@ def with_recompute(cost: CostModel, recompute: bool = True) -> CostModel:
 
 
 def layer_time_s(
-    cost: CostModel, direction: DirectionCost, length: Any, degree: Any = 1, crosses: Any = None
+    cost: CostModel, direction: DirectionCost, length: Any, degree: Any = 1, crosses: Any = None, before: Any = 0
 ) -> FloatArray:
     """Time of one rank for its piece of a sequence, in one layer and one direction, without the constant g.
 
@@ -235,27 +235,28 @@ def layer_time_s(
         length: s; any shape that broadcasts with `degree`.
         degree: D.
         crosses: whether the ranks lie on several nodes; None assumes the fewest nodes that hold D ranks.
+        before: earlier tokens of the sequence whose keys and values the ranks keep, if this is a chunk of it.
     """
     length, degree = np.asarray(length, np.float64), np.asarray(degree, np.float64)
-    edge = length / degree
-    block_s = direction.square_s * edge * (edge + cost.block_half_tokens)
+    edge, kept_edge = length / degree, (np.asarray(before, np.float64) + length) / degree
+    block_s = direction.square_s * edge * (2 * kept_edge - edge + cost.block_half_tokens)
     linear_s = direction.token_s * edge
     if not cost.has_communication:
         return np.asarray(linear_s + degree * block_s, np.float64)
     if crosses is None:
         crosses = degree > cost.ranks_per_node
-    num_bytes = direction.transfer * edge * cost.kv_bytes_per_token
+    num_bytes = direction.transfer * kept_edge * cost.kv_bytes_per_token
     transfer_s = np.where(crosses, cost.inter_node.time_s(num_bytes), cost.intra_node.time_s(num_bytes))
     step_s = np.maximum(np.maximum(block_s, transfer_s), cost.ring_step_floor_s)
     return np.asarray(linear_s + (degree - 1) * step_s + block_s, np.float64)
 
 
 def piece_times_s(
-    cost: CostModel, length: Any, degree: Any = 1, offload_ratio: Any = 0.0, crosses: Any = None
+    cost: CostModel, length: Any, degree: Any = 1, offload_ratio: Any = 0.0, crosses: Any = None, before: Any = 0
 ) -> tuple[FloatArray, FloatArray]:
     """Forward and backward time per layer of one rank's piece, exposed offload copies included, g and head excluded."""
-    forward_s = layer_time_s(cost, cost.forward, length, degree, crosses)
-    backward_s = layer_time_s(cost, cost.backward, length, degree, crosses)
+    forward_s = layer_time_s(cost, cost.forward, length, degree, crosses, before)
+    backward_s = layer_time_s(cost, cost.backward, length, degree, crosses, before)
     if cost.recompute:
         backward_s = backward_s + forward_s
     ratio = np.asarray(offload_ratio, np.float64)

@@ -7,7 +7,9 @@ a piece, bytes_i its keys and values and D_i its degree, one layer and direction
         max( sum over D_i > j of block_i,   latency + sum over D_i > j of bytes_i / bandwidth_i,   floor )
 
 so 700 short sequences cut over 256 ranks pay 255 steps, not 700 times as many. A micro-batch of one sequence costs
-`model.piece_times_s`, rounding aside. An offload copy is exposed where it is longer than the layer that hides it.
+`model.piece_times_s`, rounding aside. A chunk of tokens [b, e) of a sequence attends to all keys up to its own end:
+its block is that of (e - b) / D queries and (b + e) / D keys, and e / D keys and values travel. An offload copy is
+exposed where it is longer than the layer that hides it.
 
 Invariant: compute + communication + copy is the time of the layer, and no less than the sum of the degree-1 times.
 Cost: O(pieces), plus a sort over the distinct degrees of each micro-batch.
@@ -69,15 +71,15 @@ class _Levels:
 
 
 def ring_times(plan: StepPlan, cost: CostModel) -> tuple[LayerTimes, LayerTimes]:
-    """Forward and backward of every micro-batch of a zig-zag plan; recomputation counts in the backward."""
+    """Forward and backward of every micro-batch of a plan in zig-zag pieces; recomputation counts in the backward."""
     pieces = plan.pieces
     degree = pieces.cp_degree
     assert degree is not None
     ids, num = plan.micro_batch_ids(), int(plan.num_micro_batches().sum())
-    edge = plan.lengths[pieces.sequence] / degree
-    square = edge * (edge + cost.block_half_tokens)
+    edge, area_edge, kept_edge = _edges(plan, degree)
+    square = edge * (area_edge + cost.block_half_tokens)
     tokens, area = _sums(ids, edge, num), _sums(ids, degree * square, num)
-    levels = _levels(plan, cost, ids, edge, square) if cost.has_communication and np.any(degree > 1) else None
+    levels = _levels(plan, cost, ids, kept_edge, square) if cost.has_communication and np.any(degree > 1) else None
     copying_s = _copying_s(plan, cost, ids, edge, num)
     forward, backward = (_direction(cost, d, tokens, area, levels) for d in (cost.forward, cost.backward))
     if cost.recompute:
@@ -87,6 +89,16 @@ def ring_times(plan: StepPlan, cost: CostModel) -> tuple[LayerTimes, LayerTimes]
         copy_s = np.maximum(0.0, copying_s - compute_s - communication_s)
         times.append(LayerTimes(compute_s, communication_s, copy_s, transfer_s, copying_s))
     return times[0], times[1]
+
+
+def _edges(plan: StepPlan, degree: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Per rank of every piece: its queries, the keys of its attention block, and the keys and values that travel."""
+    pieces = plan.pieces
+    if pieces.token_begin is None or pieces.token_end is None:
+        edge = plan.lengths[pieces.sequence] / degree
+        return edge, edge, edge
+    begin, end = pieces.token_begin, pieces.token_end
+    return (end - begin) / degree, (begin + end) / degree, end / degree
 
 
 def _direction(
@@ -103,7 +115,7 @@ def _direction(
     return compute_s, exposed_s, _sums(levels.micro_batch, levels.num_steps * transfer, num)
 
 
-def _levels(plan: StepPlan, cost: CostModel, ids: IntArray, edge: FloatArray, square: FloatArray) -> _Levels:
+def _levels(plan: StepPlan, cost: CostModel, ids: IntArray, kept_edge: FloatArray, square: FloatArray) -> _Levels:
     degree = plan.pieces.cp_degree
     assert degree is not None
     rows = np.flatnonzero(degree > 1)
@@ -126,7 +138,7 @@ def _levels(plan: StepPlan, cost: CostModel, ids: IntArray, edge: FloatArray, sq
     across = degree > cost.ranks_per_node if crosses is None else crosses[rows]
     bandwidth = np.where(across, cost.inter_node.bytes_per_s, cost.intra_node.bytes_per_s)
     latency_s = np.where(sums(across) > 0.5, cost.inter_node.latency_s, cost.intra_node.latency_s)
-    wire_s = sums(cost.kv_bytes_per_token * edge[rows] / bandwidth)
+    wire_s = sums(cost.kv_bytes_per_token * kept_edge[rows] / bandwidth)
     num_steps = (level_degree - below).astype(np.float64)
     return _Levels(micro_batch, num_steps, sums(square[rows]), wire_s, latency_s)
 

@@ -4,7 +4,8 @@ Ranks of a sequence exchange directly. The rank with `cp_index` k sends its KV t
 the front run alone (the back run lies behind every query there), to a smaller one the whole piece. With n tokens in
 the piece and f in its front run that is (D - 1 - k) * f + k * n tokens for one forward pass of one layer, less what
 would go to a piece without queries for it (sequences shorter than twice their degree). A block plan
-sends each block to every other rank that holds a later block of the sequence, once.
+sends each block to every other rank that holds a later block of the sequence, once. A chunk sends what a rank keeps of
+the earlier chunks too, to all others.
 
 The backward sends the KV again and the partial gradients back, the same counts twice; recomputation repeats the
 forward. Cost: O(pieces), closed sums.
@@ -21,7 +22,7 @@ IntArray = npt.NDArray[np.int64]
 def attention_traffic_tokens(plan: StepPlan) -> IntArray:
     """KV tokens that each rank sends in one forward pass of one layer. Shape [hdp_size]."""
     pieces = plan.pieces
-    sent = _zigzag_tokens(plan) if plan.layout == "zigzag" else _block_tokens(plan)
+    sent = _block_tokens(plan) if plan.layout == "blocks" else _zigzag_tokens(plan)
     totals = np.zeros(plan.hdp_size, dtype=np.int64)
     np.add.at(totals, pieces.rank, sent)
     return totals
@@ -46,17 +47,34 @@ def _zigzag_tokens(plan: StepPlan) -> IntArray:
     assert degree is not None and index is not None
     rows, begin = plan.sequence_rows()
     length, degree, index = plan.lengths[pieces.sequence[rows]], degree[rows], index[rows]
-    front = (index + 1) * length // degree // 2 - index * length // degree // 2
     tokens = pieces.tokens[rows]
+    kept = np.zeros_like(tokens)
+    if pieces.token_begin is not None and pieces.token_end is not None:
+        token_begin, length = pieces.token_begin[rows], (pieces.token_end - pieces.token_begin)[rows]
+        new = np.concatenate([[True], (np.diff(pieces.sequence[rows]) != 0) | (np.diff(token_begin) != 0)])
+        kept = _kept_tokens(pieces.sequence[rows], index, tokens)
+        begin = np.append(np.flatnonzero(new), len(rows))
+    front = (index + 1) * length // degree // 2 - index * length // degree // 2
     behind = _count_of_sequence(tokens > 0, begin, after=True)
     before = _count_of_sequence(tokens - front > 0, begin, after=False)
     sent = np.zeros(len(rows), dtype=np.int64)
-    sent[rows] = behind * front + before * tokens
+    sent[rows] = behind * front + before * tokens + (degree - 1) * kept
     return sent
 
 
+def _kept_tokens(sequence: IntArray, index: IntArray, tokens: IntArray) -> IntArray:
+    """Tokens that each rank of a sequence keeps from its earlier chunks; rows in the order of the chunks."""
+    order = np.lexsort((index, sequence))
+    running = np.cumsum(tokens[order]) - tokens[order]
+    new = np.concatenate([[True], (np.diff(sequence[order]) != 0) | (np.diff(index[order]) != 0)])
+    first = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
+    kept = np.zeros_like(tokens)
+    kept[order] = running - running[first]
+    return kept
+
+
 def _count_of_sequence(mask: npt.NDArray[np.bool_], begin: IntArray, *, after: bool) -> IntArray:
-    """For each row, how many rows of the same sequence after (or before) it are true; rows grouped by `begin`."""
+    """For each row, how many rows of its sequence or chunk after (or before) it are true; rows grouped by `begin`."""
     seen = np.concatenate([[0], np.cumsum(mask)])
     counts = np.diff(begin)
     first, last = np.repeat(seen[begin[:-1]], counts), np.repeat(seen[begin[1:]], counts)

@@ -25,6 +25,7 @@ from bytescale.errors import UserError, nearest
 from bytescale.plan import StepPlan
 from bytescale.planner.balance import plan_balance
 from bytescale.planner.best import plan_best
+from bytescale.planner.chunked import plan_chunked
 from bytescale.planner.fcp import plan_fcp
 from bytescale.planner.flexible import plan_flexible
 from bytescale.planner.megatron import plan_megatron
@@ -41,9 +42,13 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
         "fcp": "fixed blocks on any rank (flexible context parallelism by blocks)",
         "flexible-cp": "best-fit groups, integer degrees that minimise the slowest (flexible context parallelism)",
         "best": "ours: degrees, gaps and packs searched together, never worse than the others",
+        "chunked": "best, and in a pipeline long sequences in chunks that keep keys and values (simulator only)",
     }
 )
 """Name of every strategy and what it is."""
+
+SIMULATED_ONLY = frozenset({"chunked"})
+"""Strategies whose plans the runtime cannot run whatever their layout."""
 
 _RIVALS: Mapping[str, Callable[[Problem], StepPlan]] = MappingProxyType(
     {
@@ -56,7 +61,7 @@ _RIVALS: Mapping[str, Callable[[Problem], StepPlan]] = MappingProxyType(
     }
 )
 
-__all__ = ["STRATEGIES", "Problem", "make_problem", "plan", "plan_with_origin"]
+__all__ = ["SIMULATED_ONLY", "STRATEGIES", "Problem", "make_problem", "plan", "plan_with_origin"]
 
 
 def plan(
@@ -138,8 +143,10 @@ def plan_with_origin(
         seed=seed,
         rank_speed=rank_speed,
     )
-    if strategy == "best":
+    if strategy in ("best", "chunked"):
         made, origin = plan_best(problem, _RIVALS, allow_blocks)
+        if strategy == "chunked":
+            made, origin = plan_chunked(problem, made), strategy
     else:
         made, origin = _RIVALS[strategy](problem), strategy
     elapsed_s = time.perf_counter() - begin

@@ -32,20 +32,29 @@ def plan_of_groups(
     ranks: IntArray,
     micro_batches: IntArray,
     offload_ratio: Any = 0.0,
+    chunk: tuple[IntArray, IntArray] | None = None,
+    kept_gradient_share: float = 0.0,
 ) -> StepPlan:
     """The plan in which `sequence[i]` runs at `degree[i]`.
 
     Args:
         problem: what was asked.
         strategy: name that the plan carries.
-        sequence: sequence numbers, each once. Shape [n].
+        sequence: sequence numbers, each once, or once a chunk. Shape [n].
         degree: cp_degree of each. Shape [n].
         ranks: rank of every piece, grouped by sequence in the order given, cp_index ascending. Shape [sum(degree)].
         micro_batches: micro-batch of every piece, in the same order.
         offload_ratio: per sequence (shape [n]) or one for all.
+        chunk: first and end token of each chunk (shape [n] both); None runs sequences whole.
+        kept_gradient_share: see `StepPlan`.
     """
     item, index = spread(degree)
     rows = sequence[item]
+    length = problem.lengths[rows]
+    columns: dict[str, Any] = {}
+    if chunk is not None:
+        begin, end = chunk[0][item], chunk[1][item]
+        length, columns = end - begin, {"token_begin": begin, "token_end": end}
     ratio = np.broadcast_to(np.asarray(offload_ratio, np.float64), len(sequence))[item]
     return step_plan(
         strategy=strategy,
@@ -57,8 +66,10 @@ def plan_of_groups(
         sequence=rows,
         rank=ranks,
         micro_batch=micro_batches,
-        tokens=piece_tokens(problem.lengths[rows], degree[item], index),
+        tokens=piece_tokens(length, degree[item], index),
         offload_ratio=ratio,
         cp_degree=degree[item],
         cp_index=index,
+        kept_gradient_share=kept_gradient_share,
+        **columns,
     )

@@ -101,7 +101,7 @@ def plan_best(
     if problem.pp_size == 1:
         own = own_plans(problem, bound)
     else:
-        own = [best_pipeline_plan(problem, lambda candidate: _step_s(problem, candidate))]
+        own = [best_pipeline_plan(problem)]
     scored = [(_step_s(problem, candidate), candidate) for candidate in own]
     step_s, chosen = min(scored, key=lambda pair: pair[0])
     origin = "best"

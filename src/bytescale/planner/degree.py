@@ -125,9 +125,14 @@ def _refuse_infeasible(problem: Problem, ratio: FloatArray) -> None:
         raise too_long(problem, int(ratio.argmax()), capacity, problem.hdp_size)
 
 
-def stage_time_s(problem: Problem, lengths: IntArray, degree: IntArray, ratio: FloatArray) -> FloatArray:
-    """Time of one rank for its piece on the fullest stage, both directions; g once, as a micro-batch of its own."""
-    return sequence_time_s(problem, lengths, degree, ratio) + micro_batch_s(problem)
+def stage_time_s(
+    problem: Problem, lengths: IntArray, degree: IntArray, ratio: FloatArray, before: IntArray | int = 0
+) -> FloatArray:
+    """Time of one rank for its piece on the fullest stage, both directions; g once, as a micro-batch of its own.
+
+    `before` are kept earlier tokens, where `lengths` are those of chunks.
+    """
+    return sequence_time_s(problem, lengths, degree, ratio, before) + micro_batch_s(problem)
 
 
 def micro_batch_s(problem: Problem) -> float:
@@ -135,10 +140,12 @@ def micro_batch_s(problem: Problem) -> float:
     return sum(constant_s(problem.cost)) * problem.num_layers
 
 
-def sequence_time_s(problem: Problem, lengths: IntArray, degree: IntArray, ratio: FloatArray) -> FloatArray:
+def sequence_time_s(
+    problem: Problem, lengths: IntArray, degree: IntArray, ratio: FloatArray, before: IntArray | int = 0
+) -> FloatArray:
     """`stage_time_s` without g."""
     cost = problem.cost
-    forward_s, backward_s = piece_times_s(cost, lengths, degree, ratio)
+    forward_s, backward_s = piece_times_s(cost, lengths, degree, ratio, before=before)
     total = (forward_s + backward_s) * problem.num_layers
     if problem.pp_size == 1:
         total = total + (cost.forward.head_token_s + cost.backward.head_token_s) * lengths / degree

@@ -5,7 +5,7 @@ sequence of s tokens the fewest ranks without offloading are ceil(s / C); a smal
 larger one by widening, and the times at both are given. Cost: O(pieces + shown sequences).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -68,14 +68,19 @@ class StepReason:
 
 
 def explain_sequences(plan: StepPlan, cost: CostModel, num: int = 8) -> list[SequenceReason]:
-    """The `num` longest sequences of a zig-zag plan, longest first; nothing for a block plan."""
+    """The `num` longest sequences of a plan, longest first; nothing for a block plan."""
     if plan.layout == "blocks" or not plan.num_sequences:
         return []
-    degrees = plan.sequence_degrees()
+    degrees, chunks = plan.sequence_degrees(), plan.sequence_chunks()
     ratios = np.zeros(plan.num_sequences)
     ratios[plan.pieces.sequence] = plan.pieces.offload_ratio
     longest = np.argsort(-plan.lengths, kind="stable")[:num]
-    return [_reason(plan, cost, int(i), int(degrees[i]), float(ratios[i])) for i in longest]
+    return [
+        _reason(plan, cost, int(i), int(degrees[i]), float(ratios[i]))
+        if chunks[i] == 1
+        else _chunked_reason(plan, cost, int(i), int(degrees[i]), float(ratios[i]))
+        for i in longest
+    ]
 
 
 def _reason(plan: StepPlan, cost: CostModel, sequence: int, degree: int, ratio: float) -> SequenceReason:
@@ -92,6 +97,22 @@ def _reason(plan: StepPlan, cost: CostModel, sequence: int, degree: int, ratio: 
     return SequenceReason(
         sequence, length, degree, ratio, memory_degree, time_s, memory_time_s, fastest, moved, time_s - hidden_s, words
     )
+
+
+def _chunked_reason(plan: StepPlan, cost: CostModel, sequence: int, degree: int, ratio: float) -> SequenceReason:
+    """A sequence in chunks: what its stages wait for, beside the same ranks running it whole."""
+    pieces = plan.pieces
+    assert pieces.cp_index is not None and pieces.token_begin is not None and pieces.token_end is not None
+    rows = np.flatnonzero((pieces.sequence == sequence) & (pieces.cp_index == 0))
+    begin, end = pieces.token_begin[rows], pieces.token_end[rows]
+    forward_s, backward_s = piece_times_s(cost, end - begin, degree, ratio, before=begin)
+    each_s = (forward_s + backward_s) * plan.num_layers
+    reason = _reason(plan, cost, sequence, degree, ratio)
+    words = (
+        f"{len(rows)} chunks on {degree} ranks: each waits {(plan.pp_size - 1) * each_s.max():.3g} s for its other "
+        f"stages; whole, {reason.memory_degree} would wait {(plan.pp_size - 1) * reason.memory_time_s:.3g} s"
+    )
+    return replace(reason, time_s=float(each_s.sum()), reason=words)
 
 
 def _sentence(

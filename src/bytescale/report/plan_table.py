@@ -17,7 +17,7 @@ from bytescale.plan import StepPlan
 from bytescale.planfile import prediction_to_dict
 from bytescale.planner.explain import SequenceReason, StepReason
 from bytescale.report import units
-from bytescale.validate import PlanReport
+from bytescale.validate import PlanReport, in_flight_tokens
 
 MAX_DEGREES = 12
 
@@ -29,6 +29,7 @@ def plan_figures(plan: StepPlan, report: PlanReport, cost: CostModel, *, tp_size
     degrees, counts = np.unique(plan.sequence_degrees(), return_counts=True)
     busy_s = float(predicted.rank_time_s.sum())
     step_s = predicted.step_time_s
+    chunks = plan.sequence_chunks()
     peak_bytes = report.peak_tokens * cost.activation_bytes_per_token * plan.num_layers
     return {
         **prediction_to_dict(predicted),
@@ -53,6 +54,9 @@ def plan_figures(plan: StepPlan, report: PlanReport, cost: CostModel, *, tp_size
         "cp_degree_max": int(degrees[-1]),
         "degree_1_share": float(counts[0]) / plan.num_sequences if degrees[0] == 1 else 0.0,
         "offloaded_sequences": len(np.unique(plan.pieces.sequence[plan.pieces.offload_ratio > 0])),
+        "chunked_sequences": int((chunks > 1).sum()),
+        "chunks_max": int(chunks.max()),
+        "in_flight_tokens": float(in_flight_tokens(plan).max()),
         "gap": step_s / predicted.lower_bound_s if predicted.lower_bound_s > 0 else 1.0,
         "idle_share": 1.0 - busy_s / (plan.hdp_size * step_s) if step_s > 0 else 0.0,
         "tokens_per_s": plan.num_tokens / step_s if step_s > 0 else 0.0,
@@ -100,8 +104,19 @@ def _rows(f: dict[str, Any], step: StepReason) -> list[tuple[str, str]]:
         ("attention P2P", units.size(f["attention_bytes"])),
         ("peak memory", f"{f['peak_tokens']:.0f} tokens held, {units.size(f['peak_activation_bytes'])} of activations"),
         ("offloading", f"{f['offloaded_sequences']} sequences" if f["offloaded_sequences"] else "none"),
+        *([("chunks", chunk_words(f))] if f["chunked_sequences"] else []),
         ("planned in", units.duration(f["planning_time_s"])),
     ]
+
+
+def chunk_words(figures: dict[str, Any]) -> str:
+    """How many sequences run in chunks, what that keeps in memory, and that it cannot be trained."""
+    return (
+        f"{figures['chunked_sequences']} of {figures['sequences']} sequences in up to {figures['chunks_max']} chunks, "
+        f"at most {figures['in_flight_tokens']:.0f} tokens between forward and backward of "
+        f"{figures['pp_size'] * figures['tokens_per_rank']} allowed, kept gradients counted; for the simulator only, "
+        "train refuses it"
+    )
 
 
 def _histogram(degrees: dict[str, int]) -> str:

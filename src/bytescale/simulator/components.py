@@ -74,7 +74,7 @@ def components(
         rank_speed: relative speed of each rank; None takes all as equal.
         ulysses: attention exchanges heads instead of passing keys and values round a ring.
     """
-    if plan.layout == "zigzag":
+    if plan.layout != "blocks":
         times = ring_times(plan, cost) if ulysses is None else ulysses_times(plan, cost, ulysses)
         return _on_stages(plan, cost, times, rank_speed)
     total = durations(plan, cost, rank_speed)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from bytescale.cost.makespan import earliest_starts, makespan
 from bytescale.cost.model import CostModel
 from bytescale.plan import StepPlan
-from bytescale.schedule import BACKWARD, FORWARD, Gangs, gangs_of, one_f_one_b, operation_edges
+from bytescale.schedule import BACKWARD, FORWARD, Gangs, gangs_of, operation_edges, stage_orders
 from bytescale.simulator.components import Components, Ulysses, components
 from bytescale.simulator.overheads import StepOverheads
 
@@ -201,18 +201,15 @@ def _attribute(
     last_end_s = np.zeros(shape)
     counts = plan.num_micro_batches()
     first = np.cumsum(counts) - counts
-    for num in np.unique(counts[counts > 0]).tolist():
-        rows = np.flatnonzero(counts == num)
-        for stage in range(plan.pp_size):
-            order = np.array(one_f_one_b(num, plan.pp_size, stage), np.int64)
-            micro_batch = first[rows][:, None] + order[:, 0]
-            at = (order[:, 1][None, :], micro_batch, stage)
-            start, end, ready_own = operations.start_s[at], operations.end_s[at], ready[at]
-            before = np.concatenate([np.zeros((len(rows), 1)), end[:, :-1]], axis=1)
-            own_ready = np.clip(ready_own, before, start)
-            bubble_s[rows, stage] += (own_ready - before).sum(axis=1)
-            wait_s[rows, stage] += (start - own_ready).sum(axis=1)
-            last_end_s[rows, stage] = end[:, -1]
+    for rows, stage, order in stage_orders(plan):
+        micro_batch = first[rows][:, None] + order[:, 0]
+        at = (order[:, 1][None, :], micro_batch, stage)
+        start, end, ready_own = operations.start_s[at], operations.end_s[at], ready[at]
+        before = np.concatenate([np.zeros((len(rows), 1)), end[:, :-1]], axis=1)
+        own_ready = np.clip(ready_own, before, start)
+        bubble_s[rows, stage] += (own_ready - before).sum(axis=1)
+        wait_s[rows, stage] += (start - own_ready).sum(axis=1)
+        last_end_s[rows, stage] = end[:, -1]
     pipeline_end_s = last_end_s.max(axis=1, keepdims=True)
     return RankTimes(
         compute_s=per_rank(parts.compute_s.sum(axis=0)),

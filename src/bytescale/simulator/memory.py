@@ -4,9 +4,10 @@
                  `zero1` shards the optimizer over HDP, `fsdp` shards all three and keeps whole parameters and
                  gradients while the step computes, as the runtime does;
     activations  token-equivalents of every micro-batch in flight (rule 2 of the validator) * Act(s) * layers of the
-                 stage. Stage s of P holds up to P - s micro-batches in 1F1B, so the fullest window counts. With
-                 recomputation a layer keeps its input, and one layer is whole at a time;
-    buffers      two keys-and-values blocks of the largest piece, and the head's logits for a chunk of tokens.
+                 stage, gradients of kept keys and values included. Stage s of P holds up to P - s micro-batches in
+                 1F1B. With recomputation a layer keeps its input, and one layer is whole at a time;
+    buffers      two keys-and-values blocks of the largest piece (for a chunk of all it attends to), and the head's
+                 logits for a chunk of tokens.
 
 Allocator slack and workspaces are not in it. Cost: O(pieces + micro-batches * pp_size).
 """
@@ -21,7 +22,7 @@ from bytescale.cost.model import CostModel, ModelShape
 from bytescale.cost.predict import stage_layers
 from bytescale.plan import StepPlan
 from bytescale.simulator.overheads import GRADIENT_BYTES, PARAMETER_BYTES
-from bytescale.validate import resident_tokens
+from bytescale.validate import in_flight_tokens, resident_tokens
 
 FloatArray = npt.NDArray[np.float64]
 Sharding = Literal["zero1", "fsdp"]
@@ -70,18 +71,15 @@ def layer_bytes_per_token(model: ModelShape, cost: CostModel) -> float:
 def peak_memory(plan: StepPlan, model: ModelShape, cost: CostModel, *, tp_size: int = 1) -> PeakMemory:
     """The fullest moment of every rank and stage."""
     pieces = plan.pieces
-    ids, counts = plan.micro_batch_ids(), plan.num_micro_batches()
-    kept = resident_tokens(pieces.tokens, pieces.offload_ratio, plan.num_layers)
-    held: FloatArray = np.asarray(np.bincount(ids, weights=kept, minlength=int(counts.sum())), np.float64)
     layers = stage_layers(cost.num_layers, plan.pp_size)
-    per_layer = layer_bytes_per_token(model, cost)
-    activation_bytes = np.zeros((plan.hdp_size, plan.pp_size))
-    for stage in range(plan.pp_size):
-        in_flight = _fullest_window(held, counts, plan.pp_size - stage)
-        activation_bytes[:, stage] = in_flight * per_layer * layers[stage]
-        if cost.recompute:
-            activation_bytes[:, stage] += _fullest_window(held, counts, 1) * cost.activation_bytes_per_token
-    largest = int(pieces.tokens.max(initial=0))
+    activation_bytes = in_flight_tokens(plan) * layer_bytes_per_token(model, cost) * layers
+    if cost.recompute:
+        activation_bytes += _fullest_micro_batch(plan)[:, None] * cost.activation_bytes_per_token
+    travelling = pieces.tokens
+    if plan.layout == "chunks":
+        assert pieces.token_end is not None and pieces.cp_degree is not None
+        travelling = np.maximum(travelling, -(-pieces.token_end // pieces.cp_degree))
+    largest = int(travelling.max(initial=0))
     return PeakMemory(
         state_bytes(model, tp_size=tp_size, pp_size=plan.pp_size, hdp_size=plan.hdp_size),
         buffer_bytes(model, cost, tp_size=tp_size, largest_piece=largest),
@@ -89,12 +87,11 @@ def peak_memory(plan: StepPlan, model: ModelShape, cost: CostModel, *, tp_size: 
     )
 
 
-def _fullest_window(values: FloatArray, counts: npt.NDArray[np.int64], width: int) -> FloatArray:
-    """Per rank the largest sum of `width` neighbouring values (of all, where it has fewer)."""
-    first = np.cumsum(counts) - counts
-    running = np.concatenate([[0.0], np.cumsum(values)])
-    fullest = np.zeros(len(counts))
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - width, np.repeat(first, counts))
-    np.maximum.at(fullest, np.repeat(np.arange(len(counts)), counts), running[ends] - running[begins])
+def _fullest_micro_batch(plan: StepPlan) -> FloatArray:
+    """Most token-equivalents of one micro-batch of each rank. Shape [hdp_size]."""
+    pieces, counts = plan.pieces, plan.num_micro_batches()
+    kept = resident_tokens(pieces.tokens, pieces.offload_ratio, plan.num_layers)
+    held = np.bincount(plan.micro_batch_ids(), weights=kept, minlength=int(counts.sum()))
+    fullest = np.zeros(plan.hdp_size)
+    np.maximum.at(fullest, np.repeat(np.arange(plan.hdp_size), counts), held)
     return fullest

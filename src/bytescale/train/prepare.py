@@ -18,7 +18,7 @@ from bytescale.cost.profile import Profile, beyond_range, check_profile, profile
 from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
 from bytescale.errors import UserError
 from bytescale.plan import StepPlan
-from bytescale.planner import plan
+from bytescale.planner import SIMULATED_ONLY, plan
 from bytescale.planner.problem import capacity_tokens
 from bytescale.runtime.model_config import load_config, model_shape
 from bytescale.runtime.stages import head_cost_in_layers, split_layers
@@ -153,6 +153,11 @@ def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) 
 
 
 def _check_supported(config: Config) -> None:
+    if config.plan.strategy in SIMULATED_ONLY:
+        raise UserError(
+            f"strategy {config.plan.strategy} is for the simulator only: the runtime does not keep the keys and values "
+            "of earlier chunks; choose best"
+        )
     if config.parallel.tp_size != 1:
         raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
 

@@ -2,7 +2,8 @@
 
 Static is listed twice, with ring attention and with the head exchange of Ulysses. The bound is that of the planner
 (`bytescale.cost.lower_bound_s`), so gap = step / bound, the fixed cost of a step left out of both. What keeps a
-strategy from the bound is the largest of its losses; where the bound is one sequence's time, that is said.
+strategy from the bound is the largest of its losses; where the bound is one sequence's time, that is said. With a
+pipeline `chunked` is listed too: plans for the simulator only, with what they keep in memory.
 
 Cost: planning and simulating every batch with every strategy; a few seconds a data set.
 """
@@ -20,9 +21,9 @@ from bytescale.simulator.components import Ulysses
 from bytescale.simulator.engine import SimulatedStep, simulate
 from bytescale.simulator.outcome import main_loss, shares
 from bytescale.simulator.overheads import StepOverheads
-from bytescale.simulator.reproduction.chunked import chunked_step
 from bytescale.simulator.reproduction.rows import IntArray, PlanFunction, Row
 from bytescale.simulator.reproduction.systems import K, folded_static, paper_workload
+from bytescale.validate import in_flight_tokens
 
 STRATEGIES = (
     "static",
@@ -34,6 +35,7 @@ STRATEGIES = (
     "hdp-balance",
     "best",
 )
+CHUNKED = "chunked"
 DATA = ("github", "byted", "wikipedia", "wlb")
 PIPELINE_MODELS = ("llama-70b", "mistral-8x7b", "mistral-8x22b")
 SCALING_RANKS = (64, 256, 1024, 4096, 16384)
@@ -54,10 +56,9 @@ def strategy_table(planner: PlanFunction, num_batches: int = NUM_BATCHES, progre
         cluster = replace(paper_cluster(model), update_s=0.0)
         work = paper_workload(data, CONTEXT, cluster.batch_tokens, num_batches)
         context = max(int(batch.max()) for batch in work.batches)
-        cell = [_strategy_row(planner, cluster, data, context, work.batches, name) for name in STRATEGIES]
+        names = STRATEGIES if cluster.pp_size == 1 else (*STRATEGIES, CHUNKED)
+        cell = [_strategy_row(planner, cluster, data, context, work.batches, name) for name in names]
         rows += [row for row in cell if row is not None]
-        if cluster.pp_size > 1:
-            rows.append(_chunked_row(cluster, data, work.batches))
     return _with_speedups(rows)
 
 
@@ -118,6 +119,7 @@ def _strategy_row(
         "main_loss": main_loss(parts[int(time_s.argmax())]),
         "taken_from": others,
         "step_s_each": time_s.tolist(),
+        **(_kept(steps) if name == CHUNKED else {}),
     }
     rate = float((cluster.batch_tokens / time_s).mean())
     return Row("beyond", "tokens/s", rate, model=cluster.model.name, data=data, context="2M", system=name, extra=extra)
@@ -128,25 +130,14 @@ def _work_bound_s(cluster: PaperCluster, lengths: IntArray) -> float:
     return float(degree_one_work_s(cluster.cost, lengths, layers).sum()) / cluster.hdp_size
 
 
-def _chunked_row(cluster: PaperCluster, data: str, batches: Sequence[IntArray]) -> Row:
-    """What long sequences as consecutive chunks of a pipeline would give."""
-    outcomes = [chunked_step(b, cluster) for b in batches]
-    time_s = np.array([outcome.step_time_s for outcome in outcomes])
-    bounds = np.array([lower_bound_s(cluster.cost, b, cluster.hdp_size, cluster.pp_size) for b in batches])
-    extra = {
-        "step_s": float(time_s.mean()),
-        "gap": float((time_s / bounds).mean()),
-        "gap_most": float((time_s / bounds).max()),
-        "held_tokens_most": max(outcome.held_tokens for outcome in outcomes),
-        "held_tokens_without": cluster.pp_size * cluster.tokens_per_rank,
-        "kept_gradient_bytes": max(outcome.kept_gradient_bytes for outcome in outcomes),
-        "step_s_each": time_s.tolist(),
+def _kept(steps: Sequence[SimulatedStep]) -> dict[str, Any]:
+    """What chunks keep between forward and backward, as shares of what 1F1B of whole sequences may."""
+    plans = [step.plan for step in steps]
+    return {
+        "in_flight_share": max(float(in_flight_tokens(p).max()) / (p.pp_size * p.tokens_per_rank) for p in plans),
+        "chunks_most": max(int(p.sequence_chunks().max()) for p in plans),
+        "kept_gradient_share": max(p.kept_gradient_share for p in plans),
     }
-    rate = float((cluster.batch_tokens / time_s).mean())
-    name = cluster.model.name
-    return Row(
-        "beyond", "tokens/s", rate, model=name, data=data, context="2M", system="chunked (estimate)", extra=extra
-    )
 
 
 def _with_speedups(rows: list[Row]) -> list[Row]:
