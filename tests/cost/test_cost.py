@@ -1,8 +1,12 @@
 """Cost model, makespan, traffic and bounds against hand counts and brute force."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bytescale.cost import (
@@ -203,5 +207,32 @@ def test_rank_speeds_scale_durations() -> None:
 
 
 def test_stages_share_layers() -> None:
-    assert stage_layers(32, 4).tolist() == [8, 8, 8, 8]
-    assert stage_layers(10, 4).tolist() == [3, 3, 2, 2]
+    assert stage_layers(dense_flops(32), 4).tolist() == [8, 8, 8, 8]
+    assert stage_layers(dense_flops(10), 4).tolist() == [3, 3, 2, 2]
+
+
+@given(
+    num_layers=st.integers(1, 9),
+    pp_size=st.integers(1, 9),
+    embedding=st.floats(0, 4),
+    head=st.floats(0, 4),
+)
+def test_no_other_split_has_a_cheaper_dearest_stage(
+    num_layers: int, pp_size: int, embedding: float, head: float
+) -> None:
+    assume(pp_size <= num_layers)
+    cost = dense_flops(num_layers)
+    layer_s = 2 * (cost.forward.token_s + cost.backward.token_s)
+    forward = replace(cost.forward, embedding_token_s=embedding * layer_s, head_token_s=head * layer_s)
+    chosen = stage_layers(replace(cost, forward=forward), pp_size)
+    assert chosen.sum() == num_layers and chosen.min() >= 1
+
+    def dearest(counts: Sequence[int]) -> float:
+        load = np.array(counts, np.float64)
+        load[0] += embedding
+        load[-1] += head
+        return float(load.max())
+
+    cuts = combinations(range(1, num_layers), pp_size - 1)
+    splits = (np.diff([0, *cut, num_layers]) for cut in cuts)
+    assert dearest(chosen) <= min(dearest(counts) for counts in splits) * (1 + 1e-9)

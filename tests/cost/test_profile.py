@@ -45,6 +45,7 @@ def points(**changed: Any) -> dict[str, dict[str, list[float]]]:
         "held_out": layer(np.array([700.0, 3000.0])),
         "block": {"q_len": q, "kv_len": kv, "forward_s": block, "backward_s": 2.5 * block},
         "activation": {"length": LENGTHS, "num_bytes": 2e5 * LENGTHS + 64},
+        "embedding": {"forward_token_s": [1e-9], "backward_token_s": [3e-9]},
         "head": {"length": LENGTHS, "forward_s": 1e-6 * LENGTHS + 1e-5, "backward_s": 2e-6 * LENGTHS + 1e-5},
         "intra_node": {"num_bytes": sizes, "time_s": 1e-5 + sizes / 1e10},
         "inter_node": {"num_bytes": sizes, "time_s": 2e-5 + sizes / 1e9},
@@ -68,6 +69,7 @@ def test_the_fit_finds_what_made_the_points() -> None:
     assert (fit.forward.token_s, fit.backward.token_s) == pytest.approx((B, 2 * B), rel=1e-3)
     assert (fit.forward.constant_s, fit.backward.constant_s) == pytest.approx((G, 3 * G), rel=1e-3)
     assert (fit.forward.head_token_s, fit.backward.head_token_s) == pytest.approx((1e-6, 2e-6))
+    assert (fit.forward.embedding_token_s, fit.backward.embedding_token_s) == (1e-9, 3e-9)
     assert (fit.activation_bytes_per_token, fit.activation_bytes) == pytest.approx((2e5, 64), rel=1e-3)
     assert (fit.intra_node.latency_s, fit.intra_node.bytes_per_s) == pytest.approx((1e-5, 1e10))
     assert (fit.inter_node.latency_s, fit.inter_node.bytes_per_s) == pytest.approx((2e-5, 1e9))

@@ -15,7 +15,7 @@ from bytescale.runtime.comm import PeerToPeer
 from bytescale.runtime.kernels import CpuKernel
 from bytescale.runtime.model import LossModel, build_decoder
 from bytescale.runtime.model_config import load_config
-from bytescale.runtime.stages import cut_to_stage, split_layers
+from bytescale.runtime.stages import cut_to_stage, layer_ranges
 from bytescale.runtime.states import full_gradients, shard_model
 from bytescale.train.checkpoint import with_whole_names
 from bytescale.train.step import StepResult, run_step
@@ -131,7 +131,9 @@ def train_step(
     """(loss mean, whole gradients of this stage, result) of one step on `plan`, from the model that seed 0 gives."""
     decoder = in_type(small_decoder(architecture, **extra), master)
     world = world_of(ranks, pp_size=plan.pp_size)
-    layers = split_layers(decoder.config.num_hidden_layers, plan.pp_size)[world.stage]
+    num_layers = decoder.config.num_hidden_layers
+    counts = [len(part) for part in np.array_split(np.arange(num_layers), plan.pp_size)]
+    layers = layer_ranges(counts)[world.stage]
     ends = {"is_first": world.stage == 0, "is_last": world.stage == plan.pp_size - 1}
     cut_to_stage(decoder, layers, **ends)
     if checkpointing:

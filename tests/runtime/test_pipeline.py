@@ -7,9 +7,8 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 from bytescale.cost import preset_cost
-from bytescale.errors import UserError
 from bytescale.plan import StepPlan
-from bytescale.runtime.stages import split_layers
+from bytescale.runtime.stages import layer_ranges
 from bytescale.simulator import simulate, step_spans
 from bytescale.validate import PlanError, validate
 from tests.plans import placed, valid_plans
@@ -127,23 +126,5 @@ def test_a_run_does_what_the_simulator_predicts_in_the_same_order(ranks: RankPoo
             assert recorded[stage * plan.hdp_size + rank] == predicted
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "pp_size", "head_cost", "expected"),
-    [
-        (4, 1, 0.0, [4]),
-        (4, 2, 0.0, [2, 2]),
-        (8, 4, 3.0, [3, 2, 2, 1]),
-        (5, 4, 0.0, [1, 1, 1, 2]),
-        (8, 4, 1.0, [2, 2, 2, 2]),
-        (7, 3, 4.0, [3, 3, 1]),
-    ],
-)
-def test_layers_are_spread_evenly(num_layers: int, pp_size: int, head_cost: float, expected: list[int]) -> None:
-    stages = split_layers(num_layers, pp_size, head_cost)
-    assert [len(s) for s in stages] == expected
-    assert [i for s in stages for i in s] == list(range(num_layers))
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(UserError, match=r"pp_size = 5 needs as many layers, the model has 4"):
-        split_layers(4, 5)
+def test_stages_hold_neighbouring_layers() -> None:
+    assert layer_ranges([3, 1, 2]) == [range(3), range(3, 4), range(4, 6)]

@@ -22,6 +22,7 @@ from bytescale.runtime.profiler import (
     measure_activations,
     measure_blocks,
     measure_copies,
+    measure_embedding,
     measure_head,
     measure_layer,
     measure_link,
@@ -61,6 +62,8 @@ def test_blocks_and_head_fill_their_tables() -> None:
     blocks = measure_blocks(shape, CpuKernel(), [16, 64], Clock(CPU), 1, like)
     assert list(zip(blocks["q_len"], blocks["kv_len"], strict=True)) == [(16, 16), (16, 64), (64, 16), (64, 64)]
     head = measure_head(shape, [32, 64], Clock(CPU), 1, like)
+    embedding = measure_embedding(shape, 64, Clock(CPU), 1, like)
+    assert min(*embedding["forward_token_s"], *embedding["backward_token_s"]) > 0
     assert min(*blocks["forward_s"], *blocks["backward_s"], *head["forward_s"], *head["backward_s"]) > 0
 
 

@@ -140,6 +140,12 @@ class DirectionCost:
     constant_s: float
     transfer: float
     head_token_s: float = 0.0
+    embedding_token_s: float = 0.0
+
+    @property
+    def ends_token_s(self) -> float:
+        """What a token costs once a model, outside its layers."""
+        return self.embedding_token_s + self.head_token_s
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ class CostModel:
 
     Attributes:
         num_layers: of the whole model.
-        forward, backward: T(s) per layer; `head_token_s` is the output head per token, once a model.
+        forward, backward: T(s) per layer; `head_token_s` and `embedding_token_s` are per token, once a model.
         block_half_tokens: e0 of the block efficiency.
         kv_bytes_per_token: bytes of K and V of one token in one layer, per GPU.
         activation_bytes_per_token, activation_bytes: p and q of Act(s), per layer and GPU.
@@ -282,5 +288,5 @@ def rank_time_s(
     if num_layers is not None:
         return (forward_s + backward_s) * num_layers
     tokens = np.asarray(length, np.float64) / np.asarray(degree, np.float64)
-    head_s = (cost.forward.head_token_s + cost.backward.head_token_s) * tokens
+    head_s = (cost.forward.ends_token_s + cost.backward.ends_token_s) * tokens
     return (forward_s + backward_s) * cost.num_layers + head_s

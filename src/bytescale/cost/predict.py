@@ -33,9 +33,24 @@ class Durations:
     backward_s: FloatArray
 
 
-def stage_layers(num_layers: int, pp_size: int) -> IntArray:
-    """Layers of each stage: as even as possible, the fuller ones first, since the last stage has the head."""
-    return np.full(pp_size, num_layers // pp_size, np.int64) + (np.arange(pp_size) < num_layers % pp_size)
+def stage_layers(cost: CostModel, pp_size: int) -> IntArray:
+    """Layers of each stage such that the most expensive stage is as cheap as possible. Shape [pp_size].
+
+    The embedding counts on the first stage and the head on the last, in layers at the length where attention costs
+    what the rest of a layer does. Layers are dealt one by one to the cheapest stage, which is optimal for equal layers;
+    every stage has at least one. One function for planner, simulator and runtime.
+    """
+    layer_s = 2 * (cost.forward.token_s + cost.backward.token_s)
+    load = np.ones(pp_size)
+    if layer_s > 0:
+        load[0] += (cost.forward.embedding_token_s + cost.backward.embedding_token_s) / layer_s
+        load[-1] += (cost.forward.head_token_s + cost.backward.head_token_s) / layer_s
+    layers = np.ones(pp_size, dtype=np.int64)
+    for _ in range(cost.num_layers - pp_size):
+        cheapest = int(load.argmin())
+        layers[cheapest] += 1
+        load[cheapest] += 1
+    return layers
 
 
 def durations(plan: StepPlan, cost: CostModel, rank_speed: FloatArray | None = None) -> Durations:
@@ -57,16 +72,17 @@ def stage_durations(
     backward_s: FloatArray,
     rank_speed: FloatArray | None = None,
 ) -> Durations:
-    """From one layer of every micro-batch (shape [M]) to its stages: times the layers, the constant g, the head."""
+    """From one layer of every micro-batch (shape [M]) to its stages: times the layers, the constant g, both ends."""
     num = len(forward_s)
-    layers = stage_layers(cost.num_layers, plan.pp_size).astype(np.float64)
+    layers = stage_layers(cost, plan.pp_size).astype(np.float64)
     tokens = np.bincount(plan.micro_batch_ids(), weights=plan.pieces.tokens, minlength=num)
     columns = []
-    for times, constant, head in zip(
-        (forward_s, backward_s), constant_s(cost), (cost.forward.head_token_s, cost.backward.head_token_s), strict=True
+    for times, constant, direction in zip(
+        (forward_s, backward_s), constant_s(cost), (cost.forward, cost.backward), strict=True
     ):
         table = (times + constant)[:, None] * layers[None, :]
-        table[:, -1] += head * tokens
+        table[:, 0] += direction.embedding_token_s * tokens
+        table[:, -1] += direction.head_token_s * tokens
         columns.append(table)
     if rank_speed is not None and num:
         speed = np.repeat(rank_speed, plan.num_micro_batches())[:, None]
@@ -79,7 +95,7 @@ def degree_one_work_s(cost: CostModel, lengths: IntArray, num_layers: float | No
     forward_s, backward_s = piece_times_s(cost, lengths)
     if num_layers is not None:
         return (forward_s + backward_s) * num_layers
-    head_s = (cost.forward.head_token_s + cost.backward.head_token_s) * lengths
+    head_s = (cost.forward.ends_token_s + cost.backward.ends_token_s) * lengths
     return (forward_s + backward_s) * cost.num_layers + head_s
 
 
@@ -87,7 +103,7 @@ def least_time_s(cost: CostModel, length: int, hdp_size: int) -> tuple[float, in
     """Least time of one sequence over all degrees 1..hdp_size and the least degree that reaches it, without g."""
     degree = np.arange(1, hdp_size + 1)
     forward_s, backward_s = piece_times_s(cost, length, degree)
-    head_s = (cost.forward.head_token_s + cost.backward.head_token_s) * (length / degree)
+    head_s = (cost.forward.ends_token_s + cost.backward.ends_token_s) * (length / degree)
     total = (forward_s + backward_s) * cost.num_layers + head_s
     best = int(total.argmin())
     return float(total[best]), best + 1

@@ -42,16 +42,18 @@ _COLUMNS = {
     "block": ("q_len", "kv_len", "forward_s", "backward_s"),
     "activation": ("length", "num_bytes"),
     "head": ("length", "forward_s", "backward_s"),
+    "embedding": ("forward_token_s", "backward_token_s"),
     "intra_node": ("num_bytes", "time_s"),
     "inter_node": ("num_bytes", "time_s"),
     "copy": ("out_alone", "in_alone", "out_both", "in_both"),
 }
-"""Tables of points and their columns; `inter_node` may be empty. `copy` holds bytes per second."""
+"""Tables of points and their columns; `inter_node` and `embedding` may be empty. `copy` holds bytes per second, and
+`embedding` seconds a token: a lookup is so short that no more is worth fitting."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients. `forward` and `backward` include the head; `token_s` is without the share that e0 stands for."""
+    """Coefficients, head and embedding included; `token_s` is without the share that e0 stands for."""
 
     forward: DirectionCost
     backward: DirectionCost
@@ -134,14 +136,15 @@ def fit_points(points: Mapping[str, Columns]) -> tuple[Fit, dict[str, dict[str, 
     )
     residuals["block"] = {"forward_s + backward_s": block_residual.tolist()}
     half = float(edge / square) if square > 0 else 0.0
+    head, residuals["head"] = _head(table["head"])
     directions = []
     for column, transfer in (("forward_s", 1.0), ("backward_s", 2.0)):
         a, b, g = fitted("layer", column, length**2, length, np.ones_like(length))
-        head, _ = fitted("head", column, table["head"]["length"], np.ones_like(table["head"]["length"]))
-        directions.append((float(a), float(b), float(g), transfer, float(head)))
+        embedding = float(table["embedding"][column.replace("_s", "_token_s")].sum())
+        directions.append((float(a), float(b), float(g), transfer, head[column], embedding))
     # e0 may not claim more than the linear term of either direction holds.
     half = min([half, *(b / a for a, b, *_ in directions if a > 0)])
-    forward, backward = (DirectionCost(a, b - a * half, g, transfer, head) for a, b, g, transfer, head in directions)
+    forward, backward = (DirectionCost(a, b - a * half, *rest) for a, b, *rest in directions)
     p, q = fitted("activation", "num_bytes", table["activation"]["length"], np.ones_like(table["activation"]["length"]))
     intra = _link(table["intra_node"], "intra_node", residuals)
     inter = _link(table["inter_node"], "inter_node", residuals) if len(table["inter_node"]["num_bytes"]) else intra
@@ -161,6 +164,19 @@ def fit_points(points: Mapping[str, Columns]) -> tuple[Fit, dict[str, dict[str, 
             predicted = predicted_layer_s(fit, direction, held_out["length"])
             residuals.setdefault("held_out", {})[column] = (predicted / held_out[column] - 1.0).tolist()
     return fit, residuals
+
+
+def _head(columns: dict[str, FloatArray]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Seconds a token of head and loss in each direction; the residuals are those of both directions together.
+
+    The forward makes the gradients as well, so the backward alone is a small difference that nothing depends on.
+    """
+    length = columns["length"]
+    terms = np.stack([length, np.ones_like(length)], axis=1)
+    fits = {column: relative_least_squares(terms, columns[column])[0] for column in ("forward_s", "backward_s")}
+    total_s = columns["forward_s"] + columns["backward_s"]
+    residual = terms @ (fits["forward_s"] + fits["backward_s"]) / total_s - 1.0
+    return {column: float(fit[0]) for column, fit in fits.items()}, {"forward_s + backward_s": residual.tolist()}
 
 
 def predicted_layer_s(fit: Fit, direction: DirectionCost, length: Any) -> FloatArray:
@@ -205,7 +221,7 @@ def _link(columns: dict[str, FloatArray], name: str, residuals: dict[str, dict[s
 def _columns(points: Mapping[str, Columns], name: str) -> dict[str, FloatArray]:
     columns = {key: np.asarray(points.get(name, {}).get(key, []), np.float64) for key in _COLUMNS[name]}
     num = {len(values) for values in columns.values()}
-    least = {"layer": 3, "block": 3, "held_out": 0, "inter_node": 0, "copy": 1}.get(name, 2)
+    least = {"layer": 3, "block": 3, "held_out": 0, "inter_node": 0, "embedding": 0, "copy": 1}.get(name, 2)
     if len(num) != 1 or min(num) < least:
         raise UserError(f"a profile needs at least {least} points of {name}; found {min(num)}")
     if any(not np.all(np.isfinite(values) & (values > 0)) for values in columns.values()):

@@ -148,7 +148,7 @@ def sequence_time_s(
     forward_s, backward_s = piece_times_s(cost, lengths, degree, ratio, before=before)
     total = (forward_s + backward_s) * problem.num_layers
     if problem.pp_size == 1:
-        total = total + (cost.forward.head_token_s + cost.backward.head_token_s) * lengths / degree
+        total = total + (cost.forward.ends_token_s + cost.backward.ends_token_s) * lengths / degree
     return np.asarray(total, np.float64)
 
 
@@ -183,7 +183,7 @@ def group_time_s(problem: Problem, lengths: IntArray, group: IntArray, degree: I
     backward_s = backward_s + forward_s if cost.recompute else backward_s
     total = (np.maximum(forward_s, copy_s) + np.maximum(backward_s, copy_s)) * problem.num_layers
     if problem.pp_size == 1:
-        total = total + (cost.forward.head_token_s + cost.backward.head_token_s) * tokens
+        total = total + (cost.forward.ends_token_s + cost.backward.ends_token_s) * tokens
     return np.asarray(total + micro_batch_s(problem), np.float64)
 
 

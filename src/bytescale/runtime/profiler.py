@@ -219,6 +219,21 @@ def measure_head(shape: ModelShape, lengths: Sequence[int], clock: Clock, rounds
     return table
 
 
+def measure_embedding(shape: ModelShape, length: int, clock: Clock, rounds: int, like: Tensor) -> Table:
+    """Seconds a token of a lookup and of the dense gradient of the table."""
+    embedding = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, device=like.device, dtype=like.dtype)
+    tokens_T = torch.arange(length, device=like.device) % shape.vocab_size
+    best = [float("inf"), float("inf")]
+    for _ in range(rounds + 1):
+        marks = [clock.mark()]
+        hidden_TE = embedding(tokens_T)
+        marks.append(clock.mark())
+        hidden_TE.backward(torch.ones_like(hidden_TE))
+        marks.append(clock.mark())
+        best = [min(best[i], clock.seconds(marks[i], marks[i + 1])) for i in range(2)]
+    return {"forward_token_s": [best[0] / length], "backward_token_s": [best[1] / length]}
+
+
 def measure_link(comm: PeerToPeer, peer: int, device: torch.device, clock: Clock, repeats: int = 12) -> Table:
     """Time of an exchange of so many bytes each way with `peer`, which must call this too."""
     table: Table = {"num_bytes": [], "time_s": []}

@@ -92,7 +92,7 @@ def _on_stages(
     """From one layer to the layers of each stage."""
     forward, backward = times
     total = stage_durations(plan, cost, forward.total_s, backward.total_s, rank_speed)
-    scale = np.broadcast_to(stage_layers(cost.num_layers, plan.pp_size).astype(np.float64), total.forward_s.shape)
+    scale = np.broadcast_to(stage_layers(cost, plan.pp_size).astype(np.float64), total.forward_s.shape)
     if rank_speed is not None:
         scale = scale / np.repeat(rank_speed, plan.num_micro_batches())[:, None]
 

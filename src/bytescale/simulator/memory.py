@@ -71,7 +71,7 @@ def layer_bytes_per_token(model: ModelShape, cost: CostModel) -> float:
 def peak_memory(plan: StepPlan, model: ModelShape, cost: CostModel, *, tp_size: int = 1) -> PeakMemory:
     """The fullest moment of every rank and stage."""
     pieces = plan.pieces
-    layers = stage_layers(cost.num_layers, plan.pp_size)
+    layers = stage_layers(cost, plan.pp_size)
     activation_bytes = in_flight_tokens(plan) * layer_bytes_per_token(model, cost) * layers
     if cost.recompute:
         activation_bytes += _fullest_micro_batch(plan)[:, None] * cost.activation_bytes_per_token

@@ -14,6 +14,7 @@ import torch
 
 from bytescale.config import Config
 from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec, cost_model
+from bytescale.cost.predict import stage_layers
 from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
 from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
 from bytescale.errors import UserError
@@ -21,7 +22,7 @@ from bytescale.plan import StepPlan
 from bytescale.planner import SIMULATED_ONLY, plan
 from bytescale.planner.problem import capacity_tokens
 from bytescale.runtime.model_config import load_config, model_shape
-from bytescale.runtime.stages import head_cost_in_layers, split_layers
+from bytescale.runtime.stages import layer_ranges
 from bytescale.train.offloading import check_offloading
 from bytescale.train.rundir import check_run_dir
 
@@ -72,7 +73,9 @@ def prepare(config: Config, world_size: int) -> Prepared:
     dataset = open_dataset(config.data, tokenizer)
     shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
     pp_size = config.parallel.pp_size
-    stages = split_layers(shape.num_layers, pp_size, head_cost_in_layers(shape))
+    if pp_size > shape.num_layers:
+        raise UserError(f"parallel.pp_size = {pp_size} needs as many layers, the model has {shape.num_layers}")
+    stages = layer_ranges(stage_layers(run_cost(config, shape), pp_size).tolist())
     hdp_size = world_size // pp_size
     prepared = Prepared(
         model_config,

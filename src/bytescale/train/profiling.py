@@ -25,6 +25,7 @@ from bytescale.runtime.profiler import (
     measure_activations,
     measure_blocks,
     measure_copies,
+    measure_embedding,
     measure_head,
     measure_layer,
     measure_link,
@@ -84,6 +85,7 @@ def _compute_points(
         "block": measure_blocks(shape, kernel, edges, clock, rounds, like),
         "activation": measure_activations(model, kernel, lengths[:: max(1, len(lengths) // 5)], clock),
         "head": measure_head(shape, few, clock, rounds, like),
+        "embedding": measure_embedding(shape, few[-1], clock, rounds, like),
         "copy": copies,
     }
 
