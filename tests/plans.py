@@ -97,3 +97,57 @@ def placed(
         lengths=lengths,
         **{name: [row[j] for row in rows] for j, name in enumerate(names)},
     )
+
+
+Chunk = tuple[int, Sequence[tuple[int, int]]]
+"""End of a chunk in its sequence, and the (rank, micro_batch) pairs that hold it."""
+
+
+def in_chunks(
+    lengths: Sequence[int],
+    chunks: Sequence[Sequence[Chunk]],
+    hdp_size: int,
+    *,
+    pp_size: int = 2,
+    num_layers: int = 2,
+    tokens_per_rank: int = 10**6,
+) -> StepPlan:
+    """The plan in which sequence i runs as `chunks[i]`, pairs in order of cp_index."""
+    rows = []
+    for i, parts in enumerate(chunks):
+        begin = 0
+        for end, pairs in parts:
+            for k, (rank, micro_batch) in enumerate(pairs):
+                tokens = int(piece_tokens(end - begin, len(pairs), k))
+                rows.append((i, rank, micro_batch, len(pairs), k, tokens, begin, end))
+            begin = end
+    names = ("sequence", "rank", "micro_batch", "cp_degree", "cp_index", "tokens", "token_begin", "token_end")
+    return step_plan(
+        strategy="by-hand",
+        hdp_size=hdp_size,
+        tokens_per_rank=tokens_per_rank,
+        num_layers=num_layers,
+        pp_size=pp_size,
+        lengths=lengths,
+        kept_gradient_share=0.25,
+        **{name: [row[j] for row in rows] for j, name in enumerate(names)},
+    )
+
+
+@st.composite
+def chunked_plans(draw: st.DrawFn, hdp_size: int, pp_size: int, max_sequences: int = 6) -> StepPlan:
+    """A legal plan in chunks: each sequence on ranks with equally many micro-batches, shared or alone."""
+    lengths, chunks = [], []
+    counts = [0] * hdp_size
+    for _ in range(draw(st.integers(1, max_sequences))):
+        level = draw(st.sampled_from(sorted(set(counts))))
+        free = draw(st.permutations([rank for rank in range(hdp_size) if counts[rank] == level]))
+        ranks = free[: draw(st.integers(1, len(free)))]
+        num = draw(st.integers(1, 4))
+        sizes = draw(st.lists(st.integers(len(ranks), 40), min_size=num, max_size=num))
+        ends = np.cumsum(sizes).tolist()
+        chunks.append([(end, [(rank, level + i) for rank in ranks]) for i, end in enumerate(ends)])
+        lengths.append(ends[-1])
+        for rank in ranks:
+            counts[rank] += num
+    return in_chunks(lengths, chunks, hdp_size, pp_size=pp_size)

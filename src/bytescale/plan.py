@@ -134,6 +134,13 @@ class StepPlan:
         assert self.pieces.cp_index is not None
         return np.bincount(self.pieces.sequence[self.pieces.cp_index == 0], minlength=self.num_sequences)
 
+    def chunk_bounds(self, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """First and end token, inside its sequence, of the chunk or whole sequence that each of `rows` is cut from."""
+        pieces = self.pieces
+        if pieces.token_begin is None or pieces.token_end is None or self.layout != "chunks":
+            return np.zeros(len(rows), dtype=np.int64), self.lengths[pieces.sequence[rows]]
+        return pieces.token_begin[rows], pieces.token_end[rows]
+
     def sequence_rows(self) -> tuple[IntArray, IntArray]:
         """Rows grouped by sequence: `rows[begin[i]:begin[i+1]]` are those of sequence i.
 

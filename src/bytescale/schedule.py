@@ -122,6 +122,13 @@ def unit_sizes_of(plan: StepPlan) -> list[tuple[int, ...]]:
     return [tuple(sizes[low:high]) for low, high in zip(at[:-1].tolist(), at[1:].tolist(), strict=True)]
 
 
+def rank_order(plan: StepPlan, rank: int, stage: int) -> list[tuple[int, int]]:
+    """Operations of one rank and stage, as `one_f_one_b` gives them."""
+    sizes = unit_sizes_of(plan)
+    longest = max((size for own in sizes for size in own), default=1)
+    return one_f_one_b(sum(sizes[rank]), plan.pp_size, stage, sizes[rank], longest)
+
+
 def stage_orders(plan: StepPlan) -> Iterator[tuple[IntArray, int, IntArray]]:
     """The order of operations of every rank and stage, ranks with the same order together.
 

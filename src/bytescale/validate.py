@@ -169,6 +169,8 @@ def _check_chunks(plan: StepPlan, rows: IntArray) -> tuple[IntArray, IntArray]:
     same = np.diff(sequence) == 0
     new = np.concatenate([[True], ~same | (np.diff(chunk_begin) != 0)])
     first = np.flatnonzero(new)
+    if (i := _first(pieces.tokens[rows] < 1)) is not None and np.bincount(sequence[first])[sequence[i]] > 1:
+        raise PlanError(f"sequence {sequence[i]}: a chunk of it has no token on rank {pieces.rank[rows[i]]}")
     if (i := _first(chunk_end != chunk_end[first][np.cumsum(new) - 1])) is not None:
         raise PlanError(f"sequence {sequence[i]}: pieces of the chunk at token {chunk_begin[i]} disagree on its end")
     before = np.where(np.concatenate([[False], same])[first], chunk_end[first - 1], 0)

@@ -13,7 +13,7 @@ from bytescale.cli.lengths import lengths
 from bytescale.cli.plan import plan
 from bytescale.errors import UserError
 from bytescale.planfile import read_plan
-from bytescale.planner import SIMULATED_ONLY, STRATEGIES
+from bytescale.planner import PIPELINE_ONLY, STRATEGIES
 from bytescale.validate import validate
 
 BATCH = ("--lengths", "wikipedia", "--batch-tokens", "256K", "--ranks", "8", "--seed", "1")
@@ -72,7 +72,7 @@ def test_a_file_is_one_batch(tmp_path: Path) -> None:
 
 def test_compare_shows_every_strategy() -> None:
     rows = json.loads(run(compare, *BATCH, "--batches", "2", "--cluster", "paper", "--json"))
-    assert [row["strategy"] for row in rows] == [name for name in STRATEGIES if name not in SIMULATED_ONLY]
+    assert [row["strategy"] for row in rows] == [name for name in STRATEGIES if name not in PIPELINE_ONLY]
     steps = {row["strategy"]: row["step_time_s"] for row in rows if not row["error"]}
     assert steps["best"] <= min(steps.values()) * (1 + 1e-9)
     text = run(compare, *BATCH, "--strategies", "static,best")

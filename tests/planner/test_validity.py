@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.errors import UserError
 from bytescale.planfile import plan_to_dict
-from bytescale.planner import SIMULATED_ONLY, STRATEGIES, plan
+from bytescale.planner import PIPELINE_ONLY, STRATEGIES, plan
 from bytescale.validate import validate
 
 COSTS = {
@@ -81,7 +81,7 @@ def test_same_input_same_plan(strategy: str, problem: dict[str, object]) -> None
 def test_best_is_never_worse(problem: dict[str, object]) -> None:
     steps = {}
     for strategy in STRATEGIES:
-        if strategy in SIMULATED_ONLY:
+        if strategy in PIPELINE_ONLY:
             continue
         try:
             step = made(strategy, {**problem, "allow_blocks": True})

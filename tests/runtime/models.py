@@ -80,7 +80,8 @@ def micro_batches(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]]) -
             sequence = int(plan.pieces.sequence[row])
             tokens = sequence_tokens(int(plan.lengths[sequence]), sequence)
             degree, index = int(plan.pieces.cp_degree[row]), int(plan.pieces.cp_index[row])
-            positions = piece_positions(len(tokens), degree, index)
+            begin, end = (int(bound[0]) for bound in plan.chunk_bounds(np.array([row])))
+            positions = begin + piece_positions(end - begin, degree, index)
             for column, values in zip(
                 columns, (tokens, labels_of(tokens, masked.get(sequence, ())), np.arange(len(tokens))), strict=True
             ):

@@ -110,7 +110,6 @@ def test_bad_input_is_refused_before_any_rank_starts(
         (["--nproc", 3, "--plan.strategy", "hdp-naiv"], "unknown strategy 'hdp-naiv'; did you mean 'hdp-naive'?"),
         (["--nproc", 4, "--parallel.hdp_size", 3], "= 3, but the world has 4 ranks: start 3 (--nproc 3) or change"),
         (["--nproc", 3, "--plan.strategy", "fcp"], 'the "blocks" layout, which can be planned but not trained'),
-        (["--nproc", 3, "--plan.strategy", "chunked"], "strategy chunked is for the simulator only"),
         (["--nproc", 3, "--parallel.pp_size", 3], "parallel.pp_size = 3 needs as many layers, the model has 2"),
         (["--nproc", 3, "--batch.tokens", 2**62], "can be planned at once"),
         (["--data.path", files["empty"]], "is empty"),

@@ -10,11 +10,13 @@ from safetensors.torch import load_file
 
 from bytescale.config import Config
 from bytescale.configfile import load_config
+from bytescale.cost import dense_flops
 from bytescale.data import StepLoader
+from bytescale.planner import plan
 from bytescale.runtime.kernels import CpuKernel
 from bytescale.runtime.states import full_gradients, shard_model
 from bytescale.train.checkpoint import with_whole_names
-from bytescale.train.prepare import prepare
+from bytescale.train.prepare import Planner, prepare
 from bytescale.train.step import run_step
 from bytescale.train.trainer import build_model
 from tests.ranks import RankPool, Ranks
@@ -78,19 +80,39 @@ def test_pipelines_agree_through_the_command_line(config_path: Path, alone: Path
     assert set(ours) == set(theirs)
 
 
-def _gradients(ranks: Ranks, config: Config) -> list[dict[str, torch.Tensor]]:
-    """Whole gradients of the first two batches on this stage, at the initial weights."""
+def _gradients(
+    ranks: Ranks, config: Config, num_steps: int = 2, layout: str | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """Whole gradients of the first batches on this stage, at the initial weights.
+
+    With `layout` planned by a cost without communication, where chunks pay, and one of the plans must have it.
+    """
     prepared, world = prepare(config, ranks.size), world_of(ranks, pp_size=config.parallel.pp_size)
+    if layout is not None:
+        prepared = replace(prepared, planner=free_planner(config, world.hdp_size))
     model = build_model(config, prepared, world.stage)
     shard_model(model, world.group, world.device, torch.float32)
-    results = []
-    with StepLoader(prepared.dataset, config.batch, 0, prepared.planner, world.hdp_rank, num_steps=2) as loader:
+    results, layouts = [], set()
+    with StepLoader(prepared.dataset, config.batch, 0, prepared.planner, world.hdp_rank, num_steps=num_steps) as loader:
         for data in loader:
+            layouts.add(data.plan.layout)
             run_step(model, CpuKernel(), world, data)
             gradients = {name: g.clone() for name, g in full_gradients(model).items()}
             results.append(with_whole_names(gradients, prepared.stages[world.stage]))
             model.zero_grad()
+    assert layout is None or layout in layouts
     return results
+
+
+def free_planner(config: Config, hdp_size: int) -> Planner:
+    cost = dense_flops(5)
+    fixed = {"hdp_size": hdp_size, "pp_size": config.parallel.pp_size, "cost": cost}
+    return lambda lengths: plan(
+        lengths,
+        config.plan.strategy,
+        tokens_per_rank=config.plan.tokens_per_rank,
+        **fixed,  # type: ignore[arg-type]
+    )
 
 
 def check_gradients(found: list[Any], expected: list[dict[str, torch.Tensor]]) -> None:
@@ -127,6 +149,15 @@ def test_every_gradient_agrees_in_pipelines(ranks: RankPool, config_path: Path) 
             capacity = 600 if size == pp_size else 300
             options = with_options(config, layers=5, pp_size=pp_size, strategy=strategy, tokens_per_rank=capacity)
             check_gradients(ranks.run(size, _gradients, options), expected)
+
+
+def test_every_gradient_agrees_in_chunks(ranks: RankPool, config_path: Path) -> None:
+    config = with_options(load_config(config_path), layers=5)
+    expected = ranks.run(1, _gradients, with_options(config, layers=5, tokens_per_rank=600), 3)[0]
+    for size, pp_size in ((2, 2), (4, 2), (4, 4), (6, 3)):
+        capacity = 600 if size == pp_size else 300
+        options = with_options(config, layers=5, pp_size=pp_size, strategy="chunked", tokens_per_rank=capacity)
+        check_gradients(ranks.run(size, _gradients, options, 3, "chunks"), expected)
 
 
 def test_bf16_and_checkpointing_through_the_command_line(config_path: Path, alone: Path) -> None:

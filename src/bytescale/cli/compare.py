@@ -9,7 +9,7 @@ import numpy as np
 
 from bytescale.cli.planning import Request, planning_options, request, wide_console
 from bytescale.errors import UserError, nearest
-from bytescale.planner import SIMULATED_ONLY, STRATEGIES, plan_with_origin
+from bytescale.planner import PIPELINE_ONLY, STRATEGIES, plan_with_origin
 from bytescale.report.plan_table import chunk_words, comparison_notes, comparison_table, plan_figures
 from bytescale.simulator import main_loss, mean_shares, shares, simulate
 from bytescale.validate import validate
@@ -32,7 +32,7 @@ def compare(strategies: str | None, num_batches: int, as_json: bool, **options: 
     Every plan is validated before it is counted. A strategy that cannot plan a batch is shown with its reason. best may
     return any other strategy's plan here, block plans included.
     """
-    names = [name for name in STRATEGIES if name not in SIMULATED_ONLY or options["pp_size"] > 1]
+    names = [name for name in STRATEGIES if name not in PIPELINE_ONLY or options["pp_size"] > 1]
     if strategies is not None:
         names = [name.strip() for name in strategies.split(",") if name.strip()]
     for name in names:

@@ -193,7 +193,7 @@ def read_micro_batch(dataset: SequenceDataset, batch: GlobalBatch, plan: StepPla
     Args:
         dataset: the sequences.
         batch: the global batch.
-        plan: its plan, in the zig-zag layout.
+        plan: its plan, in zig-zag pieces of sequences or chunks.
         rows: rows of the micro-batch's pieces, as `plan.micro_batch_rows` gives them: ascending sequence.
 
     Raises:
@@ -207,10 +207,11 @@ def read_micro_batch(dataset: SequenceDataset, batch: GlobalBatch, plan: StepPla
         )
     sequence = plan.pieces.sequence[rows]
     lengths = batch.lengths[sequence]
+    chunk_begin, chunk_end = plan.chunk_bounds(rows)
     # `piece_runs` works on columns as well: every field of `runs` has one entry a piece.
     runs_of: Callable[..., Any] = piece_runs
-    runs = runs_of(lengths, degree[rows], index[rows])
-    begins = np.stack([runs.front_begin, runs.back_begin], axis=1).ravel()
+    runs = runs_of(chunk_end - chunk_begin, degree[rows], index[rows])
+    begins = (np.stack([runs.front_begin, runs.back_begin], axis=1) + chunk_begin[:, None]).ravel()
     sizes = np.stack([runs.num_front_tokens, runs.num_back_tokens], axis=1).ravel()
     position_ids = _ranges(begins, sizes)
     piece_sizes = runs.num_tokens

@@ -42,13 +42,13 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
         "fcp": "fixed blocks on any rank (flexible context parallelism by blocks)",
         "flexible-cp": "best-fit groups, integer degrees that minimise the slowest (flexible context parallelism)",
         "best": "ours: degrees, gaps and packs searched together, never worse than the others",
-        "chunked": "best, and in a pipeline long sequences in chunks that keep keys and values (simulator only)",
+        "chunked": "best, and in a pipeline long sequences in chunks that keep keys and values",
     }
 )
 """Name of every strategy and what it is."""
 
-SIMULATED_ONLY = frozenset({"chunked"})
-"""Strategies whose plans the runtime cannot run whatever their layout."""
+PIPELINE_ONLY = frozenset({"chunked"})
+"""Strategies that are another one without a pipeline."""
 
 _RIVALS: Mapping[str, Callable[[Problem], StepPlan]] = MappingProxyType(
     {
@@ -61,7 +61,7 @@ _RIVALS: Mapping[str, Callable[[Problem], StepPlan]] = MappingProxyType(
     }
 )
 
-__all__ = ["SIMULATED_ONLY", "STRATEGIES", "Problem", "make_problem", "plan", "plan_with_origin"]
+__all__ = ["PIPELINE_ONLY", "STRATEGIES", "Problem", "make_problem", "plan", "plan_with_origin"]
 
 
 def plan(

@@ -14,7 +14,7 @@ among those that finish within a horizon, whose pieces hold at most a limit of t
 the P - 1 micro-batches in flight around them. Horizon, limit, pack size and leading packs are searched; the makespan
 of the operation graph decides, and the plan of `best`, of whole sequences, is a candidate too.
 
-The runtime cannot run these plans yet; `train` refuses the layout by name. Cost: a fixed number of makespans.
+Cost: a fixed number of makespans.
 """
 
 from dataclasses import dataclass, replace
@@ -100,12 +100,14 @@ def choose_chunks(
     table = [(share, n, power) for share in _RANK_SHARES for n in range(1, most_chunks + 1) for power in _CUT_POWERS]
     shares, num, power = (np.array(column)[None, :] for column in zip(*table, strict=True))
     ranks = np.clip(np.ceil(s / (shares * capacity)).astype(np.int64), 1, problem.hdp_size)
-    total_s, longest_s, widest = _chunk_times(problem, s, ranks, num, power)
+    total_s, longest_s, widest, narrowest = _chunk_times(problem, s, ranks, num, power)
     ends_s = total_s + (problem.pp_size - 1) * longest_s
     work = ranks * (total_s + bubble * (problem.pp_size - 1) * longest_s)
     # Where nothing meets the horizon the earliest end counts.
     score = np.where(ends_s <= horizon_s, work, work.max() * (1 + ends_s / horizon_s))
-    chosen = np.where(widest <= limit, score, np.inf).argmin(axis=1)
+    # Every rank must have a token of every chunk.
+    legal = (widest <= limit) & ((num == 1) | (narrowest >= 1))
+    chosen = np.where(legal, score, np.inf).argmin(axis=1)
     degree[rows], num_chunks[rows] = ranks[np.arange(len(rows)), chosen], num[0, chosen]
     cut_power[rows] = power[0, chosen]
     return degree, num_chunks, cut_power
@@ -120,13 +122,15 @@ def piece_limit(problem: Problem, most_chunks: int) -> int:
 
 def _chunk_times(
     problem: Problem, s: IntArray, ranks: IntArray, num: IntArray, power: FloatArray
-) -> tuple[FloatArray, FloatArray, IntArray]:
-    """Sum and maximum over the chunks of each choice, on the fullest stage, and tokens of the largest piece."""
-    total, longest, widest = np.zeros(ranks.shape), np.zeros(ranks.shape), np.zeros(ranks.shape, np.int64)
+) -> tuple[FloatArray, FloatArray, IntArray, IntArray]:
+    """Sum and maximum over the chunks of each choice, on the fullest stage; tokens of largest and smallest piece."""
+    total, longest = np.zeros(ranks.shape), np.zeros(ranks.shape)
+    widest, narrowest = np.zeros(ranks.shape, np.int64), np.full(ranks.shape, np.iinfo(np.int64).max)
     ratio = np.full(ranks.shape, problem.fixed_ratio)
     for i in range(int(num.max())):
         begin, end = chunk_cut(s, i, num, power), chunk_cut(s, i + 1, num, power)
         part_s = np.where(i < num, stage_time_s(problem, end - begin, ranks, ratio, begin), 0.0)
         total, longest = total + part_s, np.maximum(longest, part_s)
         widest = np.maximum(widest, -(-(end - begin) // ranks))
-    return total, longest, widest
+        narrowest = np.where(i < num, np.minimum(narrowest, (end - begin) // ranks), narrowest)
+    return total, longest, widest, narrowest

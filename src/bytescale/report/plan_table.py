@@ -110,12 +110,11 @@ def _rows(f: dict[str, Any], step: StepReason) -> list[tuple[str, str]]:
 
 
 def chunk_words(figures: dict[str, Any]) -> str:
-    """How many sequences run in chunks, what that keeps in memory, and that it cannot be trained."""
+    """How many sequences run in chunks and what that keeps in memory."""
     return (
         f"{figures['chunked_sequences']} of {figures['sequences']} sequences in up to {figures['chunks_max']} chunks, "
         f"at most {figures['in_flight_tokens']:.0f} tokens between forward and backward of "
-        f"{figures['pp_size'] * figures['tokens_per_rank']} allowed, kept gradients counted; for the simulator only, "
-        "train refuses it"
+        f"{figures['pp_size'] * figures['tokens_per_rank']} allowed, kept gradients counted"
     )
 
 

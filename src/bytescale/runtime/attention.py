@@ -1,6 +1,7 @@
 """Distributed attention: one autograd function per micro-batch and layer around all of its rings.
 
-Shapes: T rows of the micro-batch, R rows of a receive buffer, H query heads, G key/value heads, D head size.
+Shapes: T rows of the micro-batch, S rows of the source buffer, R rows of a receive buffer, H query heads, G key/value
+heads, D head size.
 
 Forward, with (O_a, L_a) the output and log-sum-exp of the keys seen so far and (O_b, L_b) those of one more block:
 
@@ -13,6 +14,9 @@ Accumulators are fp32 (fp64 for fp64). Ring step j + 1 travels while step j is c
 travels while the next step is computed, and the last one while (back queries x back keys) of the local block is.
 KV are sent again in the backward rather than kept: memory stays that of one piece.
 
+A chunk of a sequence also attends to the keys and values kept of its earlier chunks (`bytescale.runtime.kept`), which
+follow the micro-batch's own in the source buffer: k_SGD below, S >= T rows.
+
 Invariant: results depend on the sequences alone, not on what else is packed beside them; gradients are summed in a
 fixed order, so a run repeats bit for bit.
 """
@@ -24,6 +28,7 @@ from typing import Any
 import torch
 
 from bytescale.runtime.comm import Message, PeerToPeer, Transfer
+from bytescale.runtime.kept import KeptKv
 from bytescale.runtime.kernels import AttentionKernel
 from bytescale.runtime.rings import AttentionLayout, Block, Parcel, RingStep
 
@@ -38,6 +43,7 @@ class AttentionContext:
         layout: what is exchanged and computed.
         kernel: computes blocks.
         comm: exchanges with other ranks.
+        kept: keys and values of earlier chunks; None where the plan has none.
         max_context: longest sequence that is to come; a layer that asks for a shorter window is refused.
     """
 
@@ -45,10 +51,11 @@ class AttentionContext:
     kernel: AttentionKernel
     comm: PeerToPeer
     max_context: int = 0
+    kept: KeptKv | None = None
 
 
 def distributed_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float, layer: int = 0
 ) -> Tensor:
     """Causal attention of every sequence of the micro-batch over all ranks that hold a piece of it.
 
@@ -56,31 +63,63 @@ def distributed_attention(
         q_THD, k_TGD, v_TGD: rows of this rank in the order of the micro-batch, rotary positions applied.
         context: the micro-batch; all members of its gang must call in the same order.
         scale: softmax scale.
+        layer: number of the layer on this stage, under which chunks keep their keys and values.
 
     Returns:
         out_THD for the rows of this rank.
     """
     if q_THD.shape[0] != context.layout.num_tokens:
         raise ValueError(f"micro-batch has {context.layout.num_tokens} tokens, attention was given {q_THD.shape[0]}")
-    out: Tensor = _RingAttention.apply(q_THD, k_TGD, v_TGD, context, scale)
+    out: Tensor = _RingAttention.apply(q_THD, k_TGD, v_TGD, context, scale, layer)
     return out
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float
+        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float, layer: int
     ) -> Tensor:
-        out_THD, lse_TH = _forward(q_THD, k_TGD, v_TGD, context, scale)
+        for rows in context.layout.stored:
+            kept_of(context).put(layer, rows, k_TGD, v_TGD)
+        k_SGD, v_SGD = _source(k_TGD, v_TGD, context, layer)
+        out_THD, lse_TH = _forward(q_THD, k_SGD, v_SGD, context, scale)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_TH)
-        ctx.context, ctx.scale = context, scale
+        ctx.context, ctx.scale, ctx.layer = context, scale, layer
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_THD, k_TGD, v_TGD, out_THD, lse_TH = ctx.saved_tensors
-        gradients = _Backward(dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, ctx.context, ctx.scale).run()
-        return (*gradients, None, None)
+        context, num_tokens = ctx.context, k_TGD.shape[0]
+        k_SGD, v_SGD = _source(k_TGD, v_TGD, context, ctx.layer)
+        run = _Backward(dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, context, ctx.scale).run
+        dq_THD, dk_SGD, dv_SGD = run()
+        for rows in context.layout.kept:
+            kept_of(context).add_gradients(ctx.layer, rows, dk_SGD, dv_SGD)
+        for rows in context.layout.stored:
+            if (later := kept_of(context).take_gradients(ctx.layer, rows)) is not None:
+                dk_SGD[rows.begin : rows.end] += later[0]
+                dv_SGD[rows.begin : rows.end] += later[1]
+        own = (x_SGD[:num_tokens].to(k_TGD.dtype) for x_SGD in (dk_SGD, dv_SGD))
+        return (dq_THD, *own, None, None, None)
+
+
+def kept_of(context: AttentionContext) -> KeptKv:
+    """The kept keys and values of a micro-batch that needs them."""
+    assert context.kept is not None, "a micro-batch with chunks needs a place to keep keys and values"
+    return context.kept
+
+
+def _source(k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the micro-batch, then those kept of earlier chunks."""
+    if not context.layout.kept:
+        return k_TGD, v_TGD
+    keys, values = [k_TGD], [v_TGD]
+    for rows in context.layout.kept:
+        k_parts, v_parts = kept_of(context).earlier(layer, rows)
+        keys += k_parts
+        values += v_parts
+    return torch.cat(keys), torch.cat(values)
 
 
 def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -88,18 +127,21 @@ def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float
+    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, context: AttentionContext, scale: float
 ) -> tuple[Tensor, Tensor]:
     layout, kernel = context.layout, context.kernel
     if layout.num_tokens == 0:
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2], dtype=_accumulator_dtype(q_THD.dtype))
-    if not layout.steps:
-        return kernel.forward(q_THD, k_TGD, v_TGD, layout.local, causal=True, scale=scale)
-    exchange = _KvExchange(context, k_TGD, v_TGD)
+    if not layout.steps and not layout.kept_blocks:
+        return kernel.forward(q_THD, k_SGD, v_SGD, layout.local, causal=True, scale=scale)
+    exchange = _KvExchange(context, k_SGD, v_SGD)
     exchange.post(1)
-    out, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, layout.local, causal=True, scale=scale)
+    out, lse_TH = kernel.forward(q_THD, k_SGD, v_SGD, layout.local, causal=True, scale=scale)
     out_THD = out.to(_accumulator_dtype(q_THD.dtype), memory_format=torch.contiguous_format)
     lse_TH = lse_TH.contiguous()
+    if layout.kept_blocks:
+        kept_PHD, kept_lse_PH = kernel.forward(q_THD, k_SGD, v_SGD, layout.kept_blocks, causal=False, scale=scale)
+        merge_blocks(out_THD, lse_TH, kept_PHD, kept_lse_PH, layout.kept_blocks)
     for number, step in enumerate(layout.steps, start=1):
         k_RGD, v_RGD = exchange.take(number)
         exchange.post(number + 1)
@@ -134,11 +176,11 @@ def merge_blocks(
 class _KvExchange:
     """The KV of ring steps: posted one step ahead, taken once."""
 
-    def __init__(self, context: AttentionContext, k_TGD: Tensor, v_TGD: Tensor) -> None:
+    def __init__(self, context: AttentionContext, k_SGD: Tensor, v_SGD: Tensor) -> None:
         self.context = context
         self.unfinished_before = context.comm.num_unfinished
         self.in_flight: dict[int, tuple[Transfer, Tensor]] = {}
-        self.kv_T2GD = torch.stack((k_TGD, v_TGD), dim=1)
+        self.kv_S2GD = torch.stack((k_SGD, v_SGD), dim=1)
 
     def post(self, number: int) -> None:
         """Start ring step `number`, if there is one."""
@@ -146,10 +188,10 @@ class _KvExchange:
         if number > len(steps):
             return
         step = steps[number - 1]
-        received = self.kv_T2GD.new_empty((step.num_received_tokens, *self.kv_T2GD.shape[1:]))
+        received = self.kv_S2GD.new_empty((step.num_received_tokens, *self.kv_S2GD.shape[1:]))
         transfer = self.context.comm.post(
             "kv",
-            _messages(step.sends, self.kv_T2GD, 2 * number),
+            _messages(step.sends, self.kv_S2GD, 2 * number),
             _messages(step.receives, received, 2 * number),
         )
         self.in_flight[number] = transfer, received
@@ -182,31 +224,33 @@ class _Backward:
         self,
         dout_THD: Tensor,
         q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
         out_THD: Tensor,
         lse_TH: Tensor,
         context: AttentionContext,
         scale: float,
     ) -> None:
-        self.q_THD, self.k_TGD, self.v_TGD = q_THD, k_TGD, v_TGD
+        self.q_THD, self.k_SGD, self.v_SGD = q_THD, k_SGD, v_SGD
         self.query_side = dout_THD, q_THD, out_THD, lse_TH
         self.context, self.scale = context, scale
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the queries, and of all rows of the source buffer in the type they were added up in."""
         layout = self.context.layout
         if layout.num_tokens == 0:
-            return torch.zeros_like(self.q_THD), torch.zeros_like(self.k_TGD), torch.zeros_like(self.v_TGD)
-        if not layout.steps:
-            return self._kernel(self.k_TGD, self.v_TGD, layout.local, causal=True)
+            return torch.zeros_like(self.q_THD), torch.zeros_like(self.k_SGD), torch.zeros_like(self.v_SGD)
+        if not layout.steps and not layout.kept_blocks and not layout.stored:
+            return self._kernel(self.k_SGD, self.v_SGD, layout.local, causal=True)
         dtype = _accumulator_dtype(self.q_THD.dtype)
-        self.dq_THD, self.dk_TGD, self.dv_TGD = (
-            torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (self.q_THD, self.k_TGD, self.v_TGD)
+        self.dq_THD, self.dk_SGD, self.dv_SGD = (
+            torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (self.q_THD, self.k_SGD, self.v_SGD)
         )
-        exchange = _KvExchange(self.context, self.k_TGD, self.v_TGD)
+        exchange = _KvExchange(self.context, self.k_SGD, self.v_SGD)
         exchange.post(1)
         self._add_local(layout.early_causal, causal=True)
         self._add_local(layout.early_full, causal=False)
+        self._add_local(layout.kept_blocks, causal=False)
         returning: tuple[RingStep, Transfer, Tensor] | None = None
         for number, step in enumerate(layout.steps, start=1):
             k_RGD, v_RGD = exchange.take(number)
@@ -217,11 +261,7 @@ class _Backward:
         self._add_local(layout.late_causal, causal=True)
         self._collect(returning)
         exchange.close()
-        return (
-            self.dq_THD.to(self.q_THD.dtype),
-            self.dk_TGD.to(self.k_TGD.dtype),
-            self.dv_TGD.to(self.v_TGD.dtype),
-        )
+        return self.dq_THD.to(self.q_THD.dtype), self.dk_SGD, self.dv_SGD
 
     def _kernel(
         self, k_SGD: Tensor, v_SGD: Tensor, blocks: Sequence[Block], *, causal: bool
@@ -234,11 +274,11 @@ class _Backward:
     def _add_local(self, blocks: Sequence[Block], *, causal: bool) -> None:
         if not blocks:
             return
-        dq_PHD, dk_PGD, dv_PGD = self._kernel(self.k_TGD, self.v_TGD, blocks, causal=causal)
+        dq_PHD, dk_PGD, dv_PGD = self._kernel(self.k_SGD, self.v_SGD, blocks, causal=causal)
         _add_rows(self.dq_THD, dq_PHD, [(b.q_begin, b.q_end) for b in blocks])
         kv_ranges = [(b.kv_begin, b.kv_end) for b in blocks]
-        _add_rows(self.dk_TGD, dk_PGD, kv_ranges)
-        _add_rows(self.dv_TGD, dv_PGD, kv_ranges)
+        _add_rows(self.dk_SGD, dk_PGD, kv_ranges)
+        _add_rows(self.dv_SGD, dv_PGD, kv_ranges)
 
     def _ring_step(self, step: RingStep, k_RGD: Tensor, v_RGD: Tensor) -> Tensor:
         """Add dq of one ring step; returns the partial dkv_R2GD of the received rows."""
@@ -265,8 +305,8 @@ class _Backward:
         step, transfer, dkv_R2GD = returning
         self.context.comm.wait(transfer)
         ranges = [r for parcel in step.sends for r in parcel.ranges]
-        _add_rows(self.dk_TGD, dkv_R2GD[:, 0], ranges)
-        _add_rows(self.dv_TGD, dkv_R2GD[:, 1], ranges)
+        _add_rows(self.dk_SGD, dkv_R2GD[:, 0], ranges)
+        _add_rows(self.dv_SGD, dkv_R2GD[:, 1], ranges)
 
 
 def _add_rows(total_TX: Tensor, part_PX: Tensor, ranges: Sequence[tuple[int, int]]) -> None:

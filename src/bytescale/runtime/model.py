@@ -108,7 +108,10 @@ def _attention(
     check_attention_call(query_BHTD, value_BGTD, attention_mask, options, pieces.max_context)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
-    return distributed_attention(q_THD, k_TGD, v_TGD, pieces, scale)[None], None
+    layer = getattr(module, "layer_idx", None)
+    if layer is None and pieces.kept is not None:
+        raise UserError("its attention layers are not numbered, which sequences in chunks need")
+    return distributed_attention(q_THD, k_TGD, v_TGD, pieces, scale, layer or 0)[None], None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

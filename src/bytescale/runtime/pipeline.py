@@ -1,13 +1,13 @@
 """One-forward-one-backward over the stages of a pipeline, each pipeline with its own number of micro-batches.
 
-The order of operations comes from `bytescale.schedule.one_f_one_b`, the same function that validator and simulator
-use. A stage receives a hidden state into a leaf that requires grad, runs, sends the detached output; in the backward
-it receives the gradient of that output, calls `torch.autograd.backward`, and sends the gradient of the leaf. Shapes
-come from the plan, none are exchanged.
+The order of operations comes from `bytescale.schedule`, the same functions that validator and simulator use. A stage
+receives a hidden state into a leaf that requires grad, runs, sends the detached output; in the backward it receives the
+gradient of that output, calls `torch.autograd.backward`, and sends the gradient of the leaf. Shapes come from the plan,
+none are exchanged.
 
 Invariants: a send is never waited on before the next operation; opposite transfers with one neighbour (an output and
 the gradient that comes back next, or a gradient and the next input) are posted as one exchange. Memory in flight is
-bounded by the warm-up depth, pp_size - stage micro-batches.
+bounded by the warm-up depth: pp_size - stage micro-batches, and what the longest unit of chunks adds.
 
 Shapes: T rows of a micro-batch, E hidden size.
 """
@@ -23,7 +23,7 @@ import torch
 from bytescale.runtime.attention import AttentionContext
 from bytescale.runtime.comm import Message, PeerToPeer, Transfer
 from bytescale.runtime.model import LossModel
-from bytescale.schedule import BACKWARD, FORWARD, one_f_one_b
+from bytescale.schedule import BACKWARD, FORWARD
 
 Tensor = torch.Tensor
 
@@ -72,14 +72,25 @@ Lap = Callable[[int, int], None]
 
 
 def run_stage(
-    model: LossModel, micro_batches: Sequence[StageInput], position: StagePosition, on_operation: Lap
+    model: LossModel,
+    micro_batches: Sequence[StageInput],
+    position: StagePosition,
+    order: Sequence[tuple[int, int]],
+    on_operation: Lap,
 ) -> Tensor:
     """Forward and backward of all micro-batches of this pipeline on this stage.
+
+    Args:
+        model: this stage.
+        micro_batches: of this pipeline.
+        position: where the stage stands.
+        order: operations of this stage, from `bytescale.schedule.rank_order`.
+        on_operation: called after each.
 
     Returns:
         The summed loss of the targets on the last stage, 0 elsewhere; an fp64 scalar.
     """
-    return _Stage(model, micro_batches, position).run(on_operation)
+    return _Stage(model, micro_batches, position).run(order, on_operation)
 
 
 class _Stage:
@@ -91,8 +102,7 @@ class _Stage:
         self.in_flight: dict[int, tuple[Tensor, Tensor]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
 
-    def run(self, on_operation: Lap) -> Tensor:
-        order = one_f_one_b(len(self.micro_batches), self.position.pp_size, self.position.stage)
+    def run(self, order: Sequence[tuple[int, int]], on_operation: Lap) -> Tensor:
         for (number, direction), then in zip_longest(order, order[1:]):
             # A micro-batch without tokens on this rank has nothing to compute and nothing to send, on every stage.
             if self.micro_batches[number].context.layout.num_tokens:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from bytescale.errors import UserError
-from bytescale.schedule import BACKWARD, FORWARD, one_f_one_b, unit_sizes_of
+from bytescale.schedule import BACKWARD, FORWARD, rank_order
 from bytescale.simulator.engine import SimulatedStep
 from bytescale.trace import Span
 
@@ -29,8 +29,6 @@ def step_spans(step: SimulatedStep, ranks: Sequence[int]) -> list[Span]:
         raise UserError(f"rank {wrong[0]} is not in the plan; ranks are 0..{plan.hdp_size - 1}")
     counts = plan.num_micro_batches()
     first = np.cumsum(counts) - counts
-    sizes = unit_sizes_of(plan)
-    longest = max((size for own in sizes for size in own), default=1)
     spans: list[Span] = []
     for rank in ranks:
         for stage in range(plan.pp_size):
@@ -39,7 +37,7 @@ def step_spans(step: SimulatedStep, ranks: Sequence[int]) -> list[Span]:
             if extra.gather_s > 0:
                 spans.append(Span("gather parameters", "gather", 0.0, extra.gather_s, rank, track))
             last_end = begin
-            for span in _operations(step, rank, stage, int(first[rank]), sizes[rank], longest, begin):
+            for span in _operations(step, rank, stage, int(first[rank]), begin):
                 spans.append(span)
                 last_end = max(last_end, span.end_s)
             spans += _closing(step, rank, track, last_end)
@@ -50,13 +48,11 @@ def _track(step: SimulatedStep, stage: int) -> str:
     return "compute" if step.plan.pp_size == 1 else f"stage {stage}"
 
 
-def _operations(
-    step: SimulatedStep, rank: int, stage: int, first: int, sizes: tuple[int, ...], longest: int, begin: float
-) -> Iterator[Span]:
+def _operations(step: SimulatedStep, rank: int, stage: int, first: int, begin: float) -> Iterator[Span]:
     operations, parts, track = step.operations, step.parts, _track(step, stage)
     others = "" if step.plan.pp_size == 1 else f"{track} "
     before = begin
-    for number, direction in one_f_one_b(sum(sizes), step.plan.pp_size, stage, sizes, longest):
+    for number, direction in rank_order(step.plan, rank, stage):
         at = (direction, first + number, stage)
         start, end = begin + float(operations.start_s[at]), begin + float(operations.end_s[at])
         name = f"{_NAMES[direction]} micro-batch {number}"

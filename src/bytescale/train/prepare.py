@@ -19,7 +19,7 @@ from bytescale.cost.profile import Profile, beyond_range, check_profile, profile
 from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
 from bytescale.errors import UserError
 from bytescale.plan import StepPlan
-from bytescale.planner import SIMULATED_ONLY, plan
+from bytescale.planner import plan
 from bytescale.planner.problem import capacity_tokens
 from bytescale.runtime.model_config import load_config, model_shape
 from bytescale.runtime.stages import layer_ranges
@@ -156,11 +156,6 @@ def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) 
 
 
 def _check_supported(config: Config) -> None:
-    if config.plan.strategy in SIMULATED_ONLY:
-        raise UserError(
-            f"strategy {config.plan.strategy} is for the simulator only: the runtime does not keep the keys and values "
-            "of earlier chunks; choose best"
-        )
     if config.parallel.tp_size != 1:
         raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
 
@@ -179,10 +174,10 @@ def _check_batch(config: Config, dataset: SequenceDataset) -> None:
 
 
 def _check_layout(plan: StepPlan) -> None:
-    if plan.layout != "zigzag":
+    if plan.layout == "blocks":
         raise UserError(
             f'strategy {plan.strategy} places sequences in the "{plan.layout}" layout, which can be planned but not '
-            "trained; choose a strategy of the zigzag layout"
+            "trained; choose another strategy"
         )
 
 

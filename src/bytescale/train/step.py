@@ -18,13 +18,14 @@ from bytescale.errors import CommunicationError
 from bytescale.plan import StepPlan
 from bytescale.runtime.attention import AttentionContext
 from bytescale.runtime.comm import collective
+from bytescale.runtime.kept import KeptKv
 from bytescale.runtime.kernels import AttentionKernel
 from bytescale.runtime.model import LossModel
 from bytescale.runtime.offload import Offloader, OffloadReport
 from bytescale.runtime.pipeline import StageInput, add_tied_gradients, run_stage
 from bytescale.runtime.rings import attention_layouts, local_layout
 from bytescale.runtime.states import gather, reduce
-from bytescale.schedule import FORWARD
+from bytescale.schedule import FORWARD, rank_order
 from bytescale.trace import Span
 from bytescale.train.world import World
 
@@ -98,7 +99,8 @@ def run_step(
     begin_s = time.perf_counter()
     inputs = _stage_inputs(kernel, world, data, offloader)
     position = world.position(model.decoder.config.hidden_size, model.compute_dtype)
-    loss_sum = run_stage(model, inputs, position, timeline.operation)
+    order = rank_order(data.plan, world.hdp_rank, world.stage)
+    loss_sum = run_stage(model, inputs, position, order, timeline.operation)
     compute_s = time.perf_counter() - begin_s
     world.comm.drain()
     offloaded = offloader.end_step() if offloader is not None else OffloadReport()
@@ -131,9 +133,10 @@ def _stage_inputs(
 ) -> list[StageInput]:
     """The micro-batches of this pipeline, as this stage needs them."""
     layouts = attention_layouts(data.plan, world.hdp_rank)
+    kept = KeptKv() if data.plan.layout == "chunks" else None
     leaving = _leaving(offloader, data.plan, world.hdp_rank)
     return [
-        StageInput(*_to_device(tokens, world.device), AttentionContext(layout, kernel, world.comm), leave)
+        StageInput(*_to_device(tokens, world.device), AttentionContext(layout, kernel, world.comm, kept=kept), leave)
         for tokens, layout, leave in zip(data.micro_batches, layouts, leaving, strict=True)
     ]
 
@@ -188,7 +191,8 @@ def plan_digest(plan: StepPlan) -> int:
     """A 63-bit fingerprint of everything in a plan that decides what is sent to whom."""
     pieces = plan.pieces
     hasher = hashlib.blake2b(plan.hdp_size.to_bytes(8, "little"), digest_size=8)
-    for column in (plan.lengths, pieces.sequence, pieces.rank, pieces.micro_batch, pieces.cp_degree, pieces.cp_index):
+    columns = (pieces.sequence, pieces.rank, pieces.micro_batch, pieces.cp_degree, pieces.cp_index, pieces.token_begin)
+    for column in (plan.lengths, *columns):
         if column is not None:
             hasher.update(column)
     return int.from_bytes(hasher.digest(), "little") >> 1

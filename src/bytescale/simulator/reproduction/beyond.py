@@ -3,7 +3,7 @@
 Static is listed twice, with ring attention and with the head exchange of Ulysses. The bound is that of the planner
 (`bytescale.cost.lower_bound_s`), so gap = step / bound, the fixed cost of a step left out of both. What keeps a
 strategy from the bound is the largest of its losses; where the bound is one sequence's time, that is said. With a
-pipeline `chunked` is listed too: plans for the simulator only, with what they keep in memory.
+pipeline `chunked` is listed too, with what its plans keep in memory.
 
 Cost: planning and simulating every batch with every strategy; a few seconds a data set.
 """
