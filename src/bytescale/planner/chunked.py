@@ -62,11 +62,18 @@ def plan_chunked(problem: Problem, whole: StepPlan) -> StepPlan:
         return replace(best, strategy="chunked")
     whole_s = best_s = predict(best, problem.cost, rank_speed=problem.rank_speed).step_time_s
     at = _Try(num_leading=problem.pp_size - 1)
+    size = (problem.num_sequences + problem.hdp_size) * problem.pp_size
+    allowed = 5 if size > 400_000 else 12 if size > 100_000 else 40
+    seen: set[bytes] = set()
 
     def tries(points: list[_Try]) -> None:
         nonlocal at, best, best_s
         for point in points:
-            made = levelled_plan(problem, _shape_at(problem, point, whole_s), "chunked")
+            shape = _shape_at(problem, point, whole_s)
+            if len(seen) >= allowed or shape.key in seen:
+                continue
+            seen.add(shape.key)
+            made = levelled_plan(problem, shape, "chunked")
             if made is not None and made.step_s < best_s * (1 - 1e-6):
                 at, best, best_s = point, made.plan, made.step_s
 

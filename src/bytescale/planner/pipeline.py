@@ -69,6 +69,13 @@ class Shape:
     cut_power: FloatArray | None = None
     bubble: float = 0.0
 
+    @property
+    def key(self) -> bytes:
+        """Equal for candidates that give the same plan."""
+        columns = (self.degree, self.num_chunks, self.cut_power)
+        scalars = np.array([self.pack_tokens, self.num_leading, self.bubble])
+        return b"".join(c.tobytes() for c in (*columns, scalars) if c is not None)
+
 
 def best_pipeline_plan(problem: Problem) -> StepPlan:
     """The candidate with the shortest step: first the degrees, then the pack size, then the leading packs."""
