@@ -23,6 +23,11 @@ class RunError(RuntimeError):
     """The run cannot go on, and no rank or program is at fault. The message is one line and complete in itself."""
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `12,000 tokens`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Words that point from an unknown `name` to what is known.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -52,21 +53,29 @@ def test_two_ranks_train_what_needs_four(config_path: Path) -> None:
     assert {"offload out", "offload in", "offload wait"} <= names
 
 
-def test_a_limit_of_zero_bytes_trains_and_counts(config_path: Path) -> None:
-    found = run(
-        config_path,
-        "zero",
-        "--plan.offload",
-        1.0,
-        "--offload.limit_bytes",
-        0,
-        "--plan.tokens-per-rank",
-        300,
-        "--train.steps",
-        1,
-    )
-    assert found[0]["offload_bytes_out"] == 0
-    assert found[0]["offload_declined_bytes"] > 0
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--offload.limit_bytes", 0], "there is no room in offload.dir, or not within offload.limit_bytes"),
+        (["--offload.min_bytes", 2**30], "every tensor is smaller than offload.min_bytes = 1073741824"),
+        (["--model.config.num_hidden_layers", 2], "a rank has 2 layers, and the last 2 always stay"),
+    ],
+    ids=["limit", "floor", "layers"],
+)
+def test_offloading_that_moves_nothing_is_said_and_counted(
+    config_path: Path, options: list[object], reason: str, request: pytest.FixtureRequest
+) -> None:
+    run_dir = config_path.parent / request.node.callspec.id
+    words = ["--plan.offload", 1.0, "--train.steps", 2, "--run.dir", run_dir, *ROOMY]
+    done = train(config_path, *SIX_LAYERS, *words, *options)
+    assert done.returncode == 0, done.stderr
+    found = metrics(run_dir)
+    assert all(step["offload_asked_tokens"] > step["offload_bytes_out"] == 0 for step in found)
+    assert all((step["offload_declined_bytes"] > 0) == ("limit" in str(options)) for step in found)
+    (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    assert re.match(r"warning: step 1 was planned with [\d,]+ tokens offloaded, but nothing moved: ", warning)
+    assert reason in warning
+    assert re.search(r"steps that offloaded nothing +2\s", done.stdout)
 
 
 @pytest.mark.parametrize(

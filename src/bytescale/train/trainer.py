@@ -32,7 +32,7 @@ from bytescale.trace import Span, write_trace
 from bytescale.train.checkpoint import save_model
 from bytescale.train.memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.metrics import MetricsFile, StepMetrics, gather_metrics
-from bytescale.train.offloading import open_offloader
+from bytescale.train.offloading import open_offloader, why_nothing_moved
 from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from bytescale.train.prepare import Prepared, prepare, static_bytes
 from bytescale.train.rundir import check_unused, open_run_dir, writing
@@ -117,8 +117,9 @@ class _Run:
         self.model, self.kernel, self.offloader = model, kernel, offloader
         self.optimizer = make_optimizer(model, config.train)
         self.run_dir = Path(config.run.dir)
+        self.warned = False
         self.traced: deque[tuple[Span, ...]] = deque(maxlen=NUM_TRACED_STEPS)
-        self.totals = RunTotals(world.size, prepared.dataset.counts)
+        self.totals = RunTotals(world.size, world.pp_size, prepared.dataset.counts)
 
     @property
     def leads(self) -> bool:
@@ -145,8 +146,16 @@ class _Run:
                     sent_by_static = self._static_bytes(data)
                     metrics_file.write(asdict(metrics) | {"comm_bytes_static": sent_by_static})
                     progress.show(self._line(metrics))
+                    self._warn(progress, metrics)
                     self.totals.add(data, metrics, sent_by_static)
             self._finish(loader.skipped_steps)
+
+    def _warn(self, progress: Progress, metrics: StepMetrics) -> None:
+        """Say it the first time that a step offloads nothing although its plan counts on it."""
+        warning = why_nothing_moved(self.config, metrics, max(map(len, self.prepared.stages)))
+        if warning is not None and not self.warned:
+            progress.note(warning)
+            self.warned = True
 
     def _line(self, metrics: StepMetrics) -> StepLine:
         shown = {field.name for field in fields(StepLine)}
