@@ -8,9 +8,9 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ from bytescale.train.prepare import Prepared, prepare, static_bytes
 from bytescale.train.rundir import check_unused, open_run_dir, writing
 from bytescale.train.step import run_step
 from bytescale.train.totals import RunTotals
+from bytescale.train.tracing import from_zero, in_pipeline, on_a_common_clock
 from bytescale.train.world import World, open_world, process_identity
 
 NUM_TRACED_STEPS = 3
@@ -217,13 +218,13 @@ class _Run:
     def _finish(self, num_skipped_steps: int) -> None:
         """Trace, model and summary."""
         with collective(self.world.rank, "collecting the trace"):
-            traces = self.world.gather_objects(_on_a_common_clock(self.traced))
+            traces = self.world.gather_objects(in_pipeline(on_a_common_clock(self.traced), self.world))
         if self.config.run.save_model:
             with collective(self.world.rank, "saving the model"):
                 save_model(self.model, self.prepared, self.run_dir / "model", self.config, self.world)
         if self.leads:
             with writing(self.run_dir):
-                write_trace(_from_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
+                write_trace(from_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
                 write_summary(self.totals.summary(num_skipped_steps), self.run_dir / "summary.json")
 
 
@@ -234,14 +235,3 @@ def _check_finite(step: int, what: str, value: float) -> None:
             f"step {step}: the {what} is {value}, training has diverged; lower train.lr or train.grad_clip, or raise "
             "train.warmup_steps"
         )
-
-
-def _on_a_common_clock(steps: Iterable[tuple[Span, ...]]) -> list[Span]:
-    """Spans from this process's `perf_counter` to the wall clock, which the ranks of a machine share."""
-    offset_s = time.time() - time.perf_counter()
-    return [replace(span, start_s=span.start_s + offset_s) for spans in steps for span in spans]
-
-
-def _from_zero(spans: list[Span]) -> list[Span]:
-    origin_s = min((span.start_s for span in spans), default=0.0)
-    return [replace(span, start_s=span.start_s - origin_s) for span in spans]
