@@ -184,6 +184,19 @@ def test_bad_input_is_one_line(
     assert words in error
 
 
+def test_reproduce_says_how_far_it_is_on_standard_error_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "fig17", "--batches", "1", "--json"]) == 0
+    printed_out, said = capsys.readouterr()
+    assert len(json.loads(printed_out)) == 96
+    lines = said.splitlines()
+    assert lines[0] == "fig17: Speedup over static of six models"
+    assert "llama-7b github 256K" in lines and len(lines) > 6
+    assert main(["reproduce", "fig5"]) == 0
+    printed_out, said = capsys.readouterr()
+    assert said == "fig5: Bubbles of unequal micro-batches\n"
+    assert "micro-batches" in printed_out and said.strip() not in printed_out.splitlines()
+
+
 def test_reproduce_prints_rows_and_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "fig5", "--out", str(tmp_path)]) == 0
     assert "calibration.toml" in capsys.readouterr().out
