@@ -16,6 +16,7 @@ from bytescale.cli import main
 from tests.train.runs import command, environment, metrics, train, write_run
 
 ROOMY = ["--plan.tokens-per-rank", "600"]
+TWO_STAGES = ["--nproc", 2, "--parallel.pp_size", 2]
 SIX_LAYERS = ["--model.config.num_hidden_layers", 6, "--offload.min_bytes", 1024, "--train.steps", 3]
 
 
@@ -84,7 +85,7 @@ def test_offloading_that_moves_nothing_is_said_and_counted(
         (["--plan.offload", "1.5"], "plan.offload = 1.5; a ratio lies in 0..1"),
         (["--plan.offload", "0.5", *ROOMY, "--offload.dir", "{file}/there"], "cannot be made: Not a directory"),
         (["--plan.offload", "0.5", *ROOMY, "--offload.dir", "/proc/1"], "offload.dir = /proc/1 cannot be written"),
-        (["--plan.offload", "off"], "needs 2 ranks of plan.tokens_per_rank = 300, but there are 1"),
+        (["--plan.offload", "off"], "needs 2 ranks of plan.tokens_per_rank = 300, but there is 1: start 2 ranks, or"),
         (["--plan.profile", "{file}"], "is not JSON"),
         (["--plan.profile", "nowhere.json"], "cannot read profile nowhere.json"),
     ],
@@ -97,6 +98,24 @@ def test_refusals_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "message"),
+    [
+        (2, [], "= 300, but there is 1: start 2 ranks, or raise tokens_per_rank to 600"),
+        (6, [], "raise tokens_per_rank to 600, or set plan.offload = 1.0"),
+        (6, ["--plan.tokens_per_rank", 100], "start 6 ranks, or raise tokens_per_rank to 600"),
+        (4, TWO_STAGES, "= 300, but there is 1: start 4 ranks, or raise tokens_per_rank to 600"),
+        (6, [*TWO_STAGES, "--plan.tokens_per_rank", 400], "to 600, or set plan.offload = 1.0"),
+    ],
+)
+def test_offloading_is_advised_only_where_it_helps(
+    config_path: Path, capsys: pytest.CaptureFixture[str], layers: int, options: list[object], message: str
+) -> None:
+    words = ["--model.config.num_hidden_layers", layers, "--plan.offload", "off", *options]
+    assert main(["train", str(config_path), *map(str, words)]) == 2
+    assert capsys.readouterr().err.endswith(f"{message}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -56,7 +56,7 @@ def why_nothing_moved(config: Config, metrics: StepMetrics, num_layers: int) -> 
         reason = "there is no room in offload.dir, or not within offload.limit_bytes"
     else:
         reason = f"every tensor is smaller than offload.min_bytes = {config.offload.min_bytes}"
-    tokens = counted(metrics.offload_asked_tokens, "token")
+    tokens = counted(metrics.offload_asked_tokens, "token", ",")
     return f"warning: step {metrics.step} was planned with {tokens} offloaded, but nothing moved: {reason}"
 
 
