@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,23 @@ def test_summary_round_trip_and_table(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(UserError, match="is not the summary of a run"):
             read_summary(path)
+
+
+def table_text(summary: RunSummary) -> str:
+    out = io.StringIO()
+    Console(file=out, width=80).print(summary_table(summary))
+    return out.getvalue()
+
+
+def test_the_table_shows_bubbles_of_pipelines_and_what_was_offloaded() -> None:
+    assert not any(word in table_text(SUMMARY) for word in ("bubble", "offload"))
+    piped = table_text(replace(SUMMARY, pp_size=2, pp_bubble=0.125, dp_bubble=0.03))
+    assert re.search(r"PP bubble +12\.5%", piped) and re.search(r"DP bubble +3\.0%", piped)
+    moved = replace(SUMMARY, offload_bytes_out=3 * 2**30, offload_bytes_in=2**30, offload_exposed_s=1.5)
+    assert "3 GiB out, 1 GiB in, 1.50 s exposed" in table_text(moved)
+    assert re.search(r"stayed for want of room +2 MiB", table_text(replace(moved, offload_declined_bytes=2**21)))
+    stayed = table_text(replace(SUMMARY, num_unmoved_steps=1))
+    assert "0 B out, 0 B in, 0 s exposed" in stayed and re.search(r"steps that offloaded nothing +1 ", stayed)
 
 
 def test_a_run_without_steps_has_a_table() -> None:

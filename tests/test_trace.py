@@ -70,6 +70,11 @@ def test_last_step() -> None:
     early = Span("c", "forward", 0.95, 0.1, 2)
     own = [Span("step 1", "step", 0.0, 0.9, 2), Span("step 2", "step", 0.9, 1.0, 2)]
     assert last_step([old, *steps, *own, early, new]) == [early, new]
+    stages = [
+        Span(f"step {n}", "step", n - late, 1.0, 0, f"stage {late > 0} step") for n in (0, 1) for late in (0, 0.01)
+    ]
+    first = Span("gather", "gather", 0.99, 0.01, 0, "stage 1")
+    assert last_step([Span("a", "forward", 0.5, 0.1, 0), *stages, first]) == [first]
     assert last_step([old, new]) == [old, new]
     assert last_step([]) == []
 

@@ -23,6 +23,12 @@ class RunError(RuntimeError):
     """The run cannot go on, and no rank or program is at fault. The message is one line and complete in itself."""
 
 
+def counted(number: int, noun: str, form: str = "") -> str:
+    """A number and its noun: `1 rank`, `2 batches`; with `form` a comma `12,000 tokens`."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:{form}} {noun}{plural}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Words that point from an unknown `name` to what is known.
 

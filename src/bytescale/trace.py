@@ -1,8 +1,8 @@
 """Spans of time and their file: Chrome trace JSON, which chrome://tracing and Perfetto open.
 
-One process per rank and one track (thread) per resource of a rank, because viewers do not draw events that overlap on
-a track: two spans of one (rank, track) must not overlap unless one encloses the other. Times are seconds here and
-microseconds in the file. The runtime, the simulator and the report share this form.
+One process per HDP rank and one track (thread) per resource of a rank, with a pipeline of each of its stages, because
+viewers do not draw events that overlap on a track: two spans of one (rank, track) must not overlap unless one encloses
+the other. Times are seconds here and microseconds in the file. Runtime, simulator and report share this form.
 
 Cost: one short JSON object a span; `write_trace` keeps the longest spans when there are more than `max_spans`, so the
 file stays bounded, and says in the file how many it left out.
@@ -93,12 +93,18 @@ def read_trace(path: Path) -> list[Span]:
 def last_step(spans: Sequence[Span]) -> list[Span]:
     """The spans of the last step: of each rank those since its last span of category "step", which is left out.
 
-    A rank without such a span is cut where the first of the others begins; without any, all spans are returned.
+    With such spans on several tracks of a rank, one a pipeline stage, the earliest of their last ones counts: no stage
+    begins a step before all have ended the one before. A rank without such a span is cut where the first of the others
+    begins; without any, all spans are returned.
     """
-    begin: dict[int, float] = {}
+    last: dict[tuple[int, str], float] = {}
     for span in spans:
         if span.category == "step":
-            begin[span.rank] = max(span.start_s, begin.get(span.rank, span.start_s))
+            key = span.rank, span.track
+            last[key] = max(span.start_s, last.get(key, span.start_s))
+    begin: dict[int, float] = {}
+    for (rank, _), start_s in last.items():
+        begin[rank] = min(start_s, begin.get(rank, start_s))
     first = min(begin.values(), default=float("-inf"))
     return [span for span in spans if span.category != "step" and span.start_s >= begin.get(span.rank, first)]
 

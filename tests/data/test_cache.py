@@ -126,7 +126,7 @@ def test_leftovers_of_a_dead_builder_are_removed(tmp_path: Path) -> None:
 def test_source_without_documents(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("\n\n")
     source = open_source(DataConfig(source="jsonl", path=str(tmp_path / "x.jsonl")))
-    with pytest.raises(UserError, match=r'"jsonl" is empty: no document in its 1 files'):
+    with pytest.raises(UserError, match=r'"jsonl" is empty: no document in its 1 file under'):
         open_corpus(source, ByteTokenizer(), str(tmp_path / "cache"))
 
 

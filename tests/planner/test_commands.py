@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from bytescale.cli import main
 from bytescale.cli.compare import compare
 from bytescale.cli.lengths import lengths
 from bytescale.cli.plan import plan
@@ -85,6 +86,22 @@ def test_compare_says_why_a_strategy_has_no_row(tmp_path: Path) -> None:
     path.write_text("[70000, 100]")
     text = run(compare, "--lengths", str(path), "--ranks", "8", "--strategies", "static,best")
     assert "static: static needs 9 ranks" in text
+
+
+@pytest.mark.parametrize("names", ["static", "static,best"])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_compare_fails_when_every_strategy_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: str, form: list[str]
+) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[70000, 100]")
+    options = ["--lengths", str(path), "--ranks", "1", "--offload", "off", "--strategies", names, *form]
+    assert main(["compare", *options]) == 2
+    out, error = capsys.readouterr()
+    assert error == "bytescale: no strategy asked for can plan these batches\n"
+    assert out.count("needs 9 ranks") == len(names.split(","))
+    if form:
+        assert all(row["error"] for row in json.loads(out))
 
 
 def test_lengths_figures(tmp_path: Path) -> None:

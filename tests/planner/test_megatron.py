@@ -1,5 +1,7 @@
 """`megatron-dynamic` against what the released peer does (megatron-core 0.19.2), and where the peer aborts."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,21 @@ def test_512_sequences_on_4096_ranks_are_nearly_all_widened() -> None:
 def test_ranks_that_are_no_power_of_two(hdp_size: int) -> None:
     step = plan([40000, 1000, 1000], "megatron-dynamic", hdp_size=hdp_size, tokens_per_rank=8192, cost=preset_cost())
     validate(step)
+
+
+@pytest.mark.parametrize("strategy", ["best", "static", "megatron-dynamic"])
+@pytest.mark.parametrize(
+    ("pp_size", "offload", "helps"), [(1, "off", True), (1, 1.0, False), (8, "off", True), (16, "off", False)]
+)
+def test_offloading_is_advised_only_where_something_may_leave(
+    strategy: str, pp_size: int, offload: Any, helps: bool
+) -> None:
+    options: dict[str, Any] = {"hdp_size": 1, "tokens_per_rank": 100, "pp_size": pp_size, "offload": offload}
+    with pytest.raises(UserError) as caught:
+        plan([100_000], strategy, cost=preset_cost(), **options)
+    message = str(caught.value)
+    assert ("offload" in message) == helps
+    assert "; 1 exists" in message and "use more ranks" in message
 
 
 def test_too_long_is_named() -> None:

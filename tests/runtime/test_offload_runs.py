@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ from bytescale.cli import main
 from tests.train.runs import command, environment, metrics, train, write_run
 
 ROOMY = ["--plan.tokens-per-rank", "600"]
+TWO_STAGES = ["--nproc", 2, "--parallel.pp_size", 2]
 SIX_LAYERS = ["--model.config.num_hidden_layers", 6, "--offload.min_bytes", 1024, "--train.steps", 3]
 
 
@@ -52,21 +54,29 @@ def test_two_ranks_train_what_needs_four(config_path: Path) -> None:
     assert {"offload out", "offload in", "offload wait"} <= names
 
 
-def test_a_limit_of_zero_bytes_trains_and_counts(config_path: Path) -> None:
-    found = run(
-        config_path,
-        "zero",
-        "--plan.offload",
-        1.0,
-        "--offload.limit_bytes",
-        0,
-        "--plan.tokens-per-rank",
-        300,
-        "--train.steps",
-        1,
-    )
-    assert found[0]["offload_bytes_out"] == 0
-    assert found[0]["offload_declined_bytes"] > 0
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--offload.limit_bytes", 0], "there is no room in offload.dir, or not within offload.limit_bytes"),
+        (["--offload.min_bytes", 2**30], "every tensor is smaller than offload.min_bytes = 1073741824"),
+        (["--model.config.num_hidden_layers", 2], "a rank has 2 layers, and the last 2 always stay"),
+    ],
+    ids=["limit", "floor", "layers"],
+)
+def test_offloading_that_moves_nothing_is_said_and_counted(
+    config_path: Path, options: list[object], reason: str, request: pytest.FixtureRequest
+) -> None:
+    run_dir = config_path.parent / request.node.callspec.id
+    words = ["--plan.offload", 1.0, "--train.steps", 2, "--run.dir", run_dir, *ROOMY]
+    done = train(config_path, *SIX_LAYERS, *words, *options)
+    assert done.returncode == 0, done.stderr
+    found = metrics(run_dir)
+    assert all(step["offload_asked_tokens"] > step["offload_bytes_out"] == 0 for step in found)
+    assert all((step["offload_declined_bytes"] > 0) == ("limit" in str(options)) for step in found)
+    (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    assert re.match(r"warning: step 1 was planned with [\d,]+ tokens offloaded, but nothing moved: ", warning)
+    assert reason in warning
+    assert re.search(r"steps that offloaded nothing +2\s", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,7 @@ def test_a_limit_of_zero_bytes_trains_and_counts(config_path: Path) -> None:
         (["--plan.offload", "1.5"], "plan.offload = 1.5; a ratio lies in 0..1"),
         (["--plan.offload", "0.5", *ROOMY, "--offload.dir", "{file}/there"], "cannot be made: Not a directory"),
         (["--plan.offload", "0.5", *ROOMY, "--offload.dir", "/proc/1"], "offload.dir = /proc/1 cannot be written"),
-        (["--plan.offload", "off"], "needs 2 ranks of plan.tokens_per_rank = 300, but there are 1"),
+        (["--plan.offload", "off"], "needs 2 ranks of plan.tokens_per_rank = 300, but there is 1: start 2 ranks, or"),
         (["--plan.profile", "{file}"], "is not JSON"),
         (["--plan.profile", "nowhere.json"], "cannot read profile nowhere.json"),
     ],
@@ -88,6 +98,24 @@ def test_refusals_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "message"),
+    [
+        (2, [], "= 300, but there is 1: start 2 ranks, or raise tokens_per_rank to 600"),
+        (6, [], "raise tokens_per_rank to 600, or set plan.offload = 1.0"),
+        (6, ["--plan.tokens_per_rank", 100], "start 6 ranks, or raise tokens_per_rank to 600"),
+        (4, TWO_STAGES, "= 300, but there is 1: start 4 ranks, or raise tokens_per_rank to 600"),
+        (6, [*TWO_STAGES, "--plan.tokens_per_rank", 400], "to 600, or set plan.offload = 1.0"),
+    ],
+)
+def test_offloading_is_advised_only_where_it_helps(
+    config_path: Path, capsys: pytest.CaptureFixture[str], layers: int, options: list[object], message: str
+) -> None:
+    words = ["--model.config.num_hidden_layers", layers, "--plan.offload", "off", *options]
+    assert main(["train", str(config_path), *map(str, words)]) == 2
+    assert capsys.readouterr().err.endswith(f"{message}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -2,12 +2,19 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bytescale.cli import main
+from bytescale.cost.model import ModelShape
+from bytescale.cost.profile import write_profile
+from bytescale.simulator.memory import state_bytes
 from bytescale.trace import read_trace
+from tests.cost.test_profile import profile
+
+SMALL = ModelShape("small", 4, 256, 4, 2, 64, 704, 272)
 
 PLAN = [
     "plan",
@@ -65,6 +72,69 @@ def test_several_batches_trace_and_picture(tmp_path: Path, capsys: pytest.Captur
     assert "trace written to" in capsys.readouterr().out
 
 
+def stored_profile(directory: Path, device: str) -> Path:
+    """A profile of a model that is no preset."""
+    path = directory / f"{device}.json"
+    write_profile(replace(profile(), model=SMALL, device=device), path)
+    return path
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_profile_brings_its_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
+    path, plan = str(stored_profile(tmp_path, device)), tmp_path / "small.json"
+    batch = ["--lengths", "wlb", "--ranks", "4", "--batch-tokens", "20K", "--profile", path]
+    drawn = printed(capsys, "simulate", *batch)
+    printed(capsys, "plan", *batch, "--out", str(plan))
+    stored = printed(capsys, "simulate", str(plan), "--profile", path)
+    for value in (drawn, stored):
+        assert isinstance(value, dict)
+        assert value["state_bytes"] == state_bytes(SMALL, tp_size=1, pp_size=1, hdp_size=4)
+        # Of the link that was measured between the four ranks of a node, not of the preset cluster.
+        assert value["gather_s"] == pytest.approx(0.75 * 2 * SMALL.num_parameters / 1e10 + 2e-5, rel=1e-3)
+        assert (value["mfu"] is None) == (value["fits"] is None) == (device == "cpu")
+    assert main(["simulate", *batch]) == 0
+    assert ("%" in _mfu_cell(capsys.readouterr().out)) == (device == "cuda")
+    limits = printed(capsys, "simulate", "--max-length", "--ranks", "4", "--tokens-per-rank", "1K", "--profile", path)
+    assert isinstance(limits, list)
+    assert [limit["max_length"] for limit in limits] == [4096, limits[1]["max_length"], 8192]
+
+
+def _mfu_cell(output: str) -> str:
+    """What stands below the end of "MFU"; the table aligns it to the right."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    header = next(number for number, line in enumerate(lines) if "MFU" in line)
+    end = lines[header].index("MFU") + 3
+    return lines[header + 2][end - 6 : end]
+
+
+def test_counted_flops_have_no_utilisation(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ["--lengths", "wlb", "--ranks", "4", "--batch-tokens", "100K"]
+    counted, preset = (printed(capsys, "simulate", *batch, *more) for more in (["--cost", "dense-flops"], []))
+    assert isinstance(counted, dict) and isinstance(preset, dict)
+    assert counted["mfu"] is None and preset["mfu"] > 0
+
+
+def test_what_does_not_fit_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ["simulate", "--lengths", "wlb", "--ranks", "8", "--batch-tokens", "200K", "--tokens-per-rank"]
+    assert main([*batch, "32K"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "does not fit" in line]
+    assert line.startswith("does not fit: the fullest GPU needs ") and ", h100 GPUs have 74.5 GiB; raise" in line
+    assert main([*batch, "4K", "--tp-size", "4"]) == 0
+    assert "does not fit" not in capsys.readouterr().out
+    value = printed(capsys, *batch, "32K")
+    assert isinstance(value, dict)
+    assert (value["fits"], value["gpu_memory_bytes"]) == (False, 80e9)
+
+
+def test_slow_ranks_are_simulated_as_they_were_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    speeds = tmp_path / "speeds.txt"
+    speeds.write_text("1 1 1 0.5")
+    batch = ["--lengths", "wlb", "--ranks", "4", "--batch-tokens", "100K", "--rank-speed", str(speeds), "--bare"]
+    value = printed(capsys, "simulate", *batch)
+    assert isinstance(value, dict)
+    assert value["simulated_step_time_s"] == pytest.approx(value["step_time_s"])
+
+
 def test_the_longest_context(capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed(capsys, "simulate", "--max-length", "--ranks", "16", "--tp-size", "2")
     assert isinstance(rows, list)
@@ -80,7 +150,15 @@ def test_the_longest_context(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["simulate", "PLAN", "--ranks", "4"], "the plan is for 8 ranks, --ranks is 4"),
+        (["simulate", "PLAN", "--ranks", "8"], "--ranks says how to plan, and PLAN is planned already"),
+        (["simulate", "PLAN", "--strategy", "best", "--pp-size", "2"], "--pp-size, --strategy say how to plan"),
+        (["simulate", "PLAN", "--batches", "1", "--seed", "0"], "--seed, --batches say how to plan"),
+        (["simulate", "PLAN", "--max-length"], "--max-length asks for no step: leave PLAN out"),
+        (["simulate", "--max-length", "--ranks", "4", "--profile", "PROFILE"], "needs --tokens-per-rank"),
+        (
+            ["simulate", "PLAN", "--profile", "PROFILE"],
+            "the plan has 32 layers a rank; this model has 4 on 1 stage, 4 a",
+        ),
         (["simulate", "PLAN", "--model", "llama-70b"], "the plan has 32 layers a rank; this model has 80"),
         (["simulate", "PLAN", "--cluster", "h1000"], "unknown cluster 'h1000'; did you mean 'h100'?"),
         (["simulate", "PLAN", "--model", "lama-7b"], "unknown model 'lama-7b'; did you mean 'llama-7b'?"),
@@ -99,11 +177,24 @@ def test_bad_input_is_one_line(
 ) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
-    named = {"PLAN": str(plan_file), "EMPTY": str(empty)}
+    named = {"PLAN": str(plan_file), "EMPTY": str(empty), "PROFILE": str(stored_profile(tmp_path, "cpu"))}
     assert main([named.get(word, word) for word in arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert words in error
+
+
+def test_reproduce_says_how_far_it_is_on_standard_error_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "fig17", "--batches", "1", "--json"]) == 0
+    printed_out, said = capsys.readouterr()
+    assert len(json.loads(printed_out)) == 96
+    lines = said.splitlines()
+    assert lines[0] == "fig17: Speedup over static of six models"
+    assert "llama-7b github 256K" in lines and len(lines) > 6
+    assert main(["reproduce", "fig5"]) == 0
+    printed_out, said = capsys.readouterr()
+    assert said == "fig5: Bubbles of unequal micro-batches\n"
+    assert "micro-batches" in printed_out and said.strip() not in printed_out.splitlines()
 
 
 def test_reproduce_prints_rows_and_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,19 @@ def test_a_killed_rank_ends_the_run(config: Path, tmp_path: Path, start: Callabl
     assert line == f"bytescale: rank 1 (pid {pids[1]}) was killed by SIGKILL after step {last}"
 
 
+@pytest.mark.parametrize(("hdp_size", "victim"), [(1, 0), (1, 1), (2, 3)])
+def test_a_killed_rank_of_a_pipeline_ends_the_run(
+    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], hdp_size: int, victim: int
+) -> None:
+    options = ("--nproc", 2 * hdp_size, "--parallel.pp_size", 2, "--plan.tokens_per_rank", 600 // hdp_size)
+    process = start(command(config, *options, *ENDLESS))
+    pids = wait_for_step(process, tmp_path / "run", 2)
+    os.kill(pids[victim], signal.SIGKILL)
+    (line,) = the_end(process, 1, pids.values())
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert line == f"bytescale: rank {victim} (pid {pids[victim]}) was killed by SIGKILL after step {last}"
+
+
 def test_a_rank_that_stops_answering_is_noticed(
     config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

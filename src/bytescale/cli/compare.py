@@ -8,7 +8,7 @@ import click
 import numpy as np
 
 from bytescale.cli.planning import Request, planning_options, request, wide_console
-from bytescale.errors import UserError, nearest
+from bytescale.errors import UserError, counted, nearest
 from bytescale.planner import PIPELINE_ONLY, STRATEGIES, plan_with_origin
 from bytescale.report.plan_table import chunk_words, comparison_notes, comparison_table, plan_figures
 from bytescale.simulator import main_loss, mean_shares, shares, simulate
@@ -29,8 +29,8 @@ _MEANS = ("step_time_s", "gap", "imbalance", "idle_share", "degree_1_share", "at
 def compare(strategies: str | None, num_batches: int, as_json: bool, **options: Any) -> None:
     """Plan the same batches with several strategies. Speedups are over the first strategy of the list.
 
-    Every plan is validated before it is counted. A strategy that cannot plan a batch is shown with its reason. best may
-    return any other strategy's plan here, block plans included.
+    Every plan is validated before it is counted. A strategy that cannot plan a batch is shown with its reason; when
+    none can, the exit code is 2. best may return any other strategy's plan here, block plans included.
     """
     names = [name for name in STRATEGIES if name not in PIPELINE_ONLY or options["pp_size"] > 1]
     if strategies is not None:
@@ -49,11 +49,17 @@ def compare(strategies: str | None, num_batches: int, as_json: bool, **options: 
             row["speedup"] = base / row["step_time_s"] if base and row["step_time_s"] else 1.0
     if as_json:
         click.echo(json.dumps(rows))
-        return
+    else:
+        _print(rows, asked, drawn)
+    if all(row["error"] for row in rows):
+        raise UserError("no strategy asked for can plan these batches")
+
+
+def _print(rows: list[dict[str, Any]], asked: Request, drawn: list[Any]) -> None:
+    tokens, sequences = np.mean([(batch.sum(), len(batch)) for batch in drawn], axis=0)
     title = (
-        f"{asked.source.name}: {len(drawn)} batches, {np.mean([b.sum() for b in drawn]):.0f} tokens and "
-        f"{np.mean([len(b) for b in drawn]):.0f} sequences in the mean, {asked.ranks} ranks, {asked.cost.name} "
-        f"({asked.cost.provenance})"
+        f"{asked.source.name}: {counted(len(drawn), 'batch')}, {tokens:.0f} tokens and {sequences:.0f} "
+        f"sequences in the mean, {counted(asked.ranks, 'rank')}, {asked.cost.name} ({asked.cost.provenance})"
     )
     console = wide_console()
     console.print(comparison_table(rows, title))

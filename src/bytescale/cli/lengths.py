@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from bytescale.cli.planning import TokenCount, wide_console
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 from bytescale.lengths import draw, draw_batch, length_source
 from bytescale.report import units
 from bytescale.report.plan_plot import draw_lengths
@@ -108,7 +108,7 @@ def length_figures(values: IntArray, above: tuple[int, ...] = ()) -> dict[str, A
 def _show(name: str, f: dict[str, Any]) -> None:
     console = wide_console()
     console.print(
-        f"{name}: {f['sequences']} sequences, {units.count(f['tokens'])} tokens, mean {f['mean']:.0f}, "
+        f"{name}: {counted(f['sequences'], 'sequence')}, {units.count(f['tokens'])} tokens, mean {f['mean']:.0f}, "
         f"p50 {f['p50']:.0f}, p99 {f['p99']:.0f}, max {f['max']}; "
         f"the longest 1 % hold {f['square_share_longest_1_percent']:.0%} of the sum of squares",
         highlight=False,

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from bytescale.cli.planning import planning_options, request, wide_console
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 from bytescale.planfile import read_plan, write_plan
 from bytescale.planner import STRATEGIES, plan_with_origin
 from bytescale.planner.explain import explain_sequences, explain_step
@@ -99,8 +99,9 @@ def _check(path: Path, as_json: bool) -> None:
         click.echo(json.dumps(value))
         return
     click.echo(
-        f"{path}: valid. {stored.num_sequences} sequences, {stored.num_tokens} tokens on {stored.hdp_size} ranks, "
-        f"micro-batches {value['num_micro_batches_min']}-{value['num_micro_batches_max']}, "
-        f"{report.num_gangs} gangs, {len(report.idle_ranks)} idle ranks, at most {report.peak_tokens:.0f} of "
-        f"{stored.tokens_per_rank} tokens held"
+        f"{path}: valid. {counted(stored.num_sequences, 'sequence')}, {counted(stored.num_tokens, 'token')} on "
+        f"{counted(stored.hdp_size, 'rank')}, micro-batches {value['num_micro_batches_min']}-"
+        f"{value['num_micro_batches_max']}, {counted(report.num_gangs, 'gang')}, "
+        f"{counted(len(report.idle_ranks), 'idle rank')}, at most {report.peak_tokens:.0f} of "
+        f"{counted(stored.tokens_per_rank, 'token')} held"
     )

@@ -6,6 +6,9 @@ same numbers.
 
 import csv
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -41,12 +44,10 @@ def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None
     if page is not None and figure != "all":
         raise UserError("--page shows all figures: leave FIGURE out")
     names = list(FIGURES) if figure == "all" else [figure]
-    progress = Console(stderr=True)
     rows: dict[str, list[Row]] = {}
     for name in names:
-        with progress.status(FIGURES[name].title) as status:
-            asked = Request(plan_with_origin, num_batches, progress=status.update)
-            rows[name] = FIGURES[name].rows(asked)
+        with _progress(f"{name}: {FIGURES[name].title}") as progress:
+            rows[name] = FIGURES[name].rows(Request(plan_with_origin, num_batches, progress))
         if not as_json:
             wide_console().print(rows_table(rows[name], f"{name}: {FIGURES[name].title}"))
     pictures = out if out is not None else (page.parent / "images" if page is not None else None)
@@ -61,6 +62,17 @@ def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None
         click.echo(json.dumps([row.to_dict() for name in names for row in rows[name]]))
         return
     click.echo(f"constants: {CALIBRATION_FILE}; published figures: src/bytescale/simulator/published.toml")
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[str], None]]:
+    """Says on standard error what is computed: one line that changes on a terminal, plain lines anywhere else."""
+    if sys.stderr.isatty():
+        with Console(stderr=True).status(title) as status:
+            yield status.update
+    else:
+        click.echo(title, err=True)
+        yield lambda text: click.echo(text, err=True)
 
 
 def _write_csv(rows: list[Row], path: Path) -> None:

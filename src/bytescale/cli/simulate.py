@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from bytescale.cli.planning import Request, chosen_cost, planning_options, request, wide_console
-from bytescale.cost.presets import cluster_spec, model_shape
-from bytescale.errors import UserError
+from bytescale.cli.machine import Machine, described_machine, misfit
+from bytescale.cli.planning import Request, planning_options, request, wide_console
+from bytescale.errors import UserError, counted
 from bytescale.plan import StepPlan
 from bytescale.planfile import prediction_to_dict, read_plan
 from bytescale.planner import plan_with_origin
@@ -64,55 +64,77 @@ def simulate_command(
 
     PLAN is a file of `bytescale plan --out`; without it batches are drawn and planned first.
     """
+    if plan_file is not None:
+        _check_planned(max_length)
     if max_length:
         _longest(options, as_json)
         return
     chosen = _chosen_ranks(trace_ranks)
-    tp_size, model = options["tp_size"], model_shape(options["model"])
+    machine, rank_speed = described_machine(options), None
     if plan_file is not None:
-        cost = chosen_cost(options["model"], options["cluster"], options["cost_name"], tp_size)
-        plans = [(_plan_that_fits(read_plan(plan_file), cost.num_layers, options["ranks"]), "")]
+        plans = [(_plan_that_fits(read_plan(plan_file), machine.cost.num_layers), "")]
     else:
         asked = request(**options)
-        cost, plans = asked.cost, _planned(asked, strategy, num_batches)
+        plans, rank_speed = _planned(asked, strategy, num_batches), asked.relative_speed
     rows, first = [], None
     for plan, origin in plans:
         planning_s = plan.predicted.planning_time_s if plan.predicted is not None else 0.0
         extra = StepOverheads()
         if not bare:
             extra = step_overheads(
-                model,
-                cluster_spec(options["cluster"]),
+                machine.model,
+                machine.cluster,
                 hdp_size=plan.hdp_size,
-                tp_size=tp_size,
+                tp_size=options["tp_size"],
                 pp_size=plan.pp_size,
                 update_s=update_ms / 1e3,
                 loading_s=loading_ms / 1e3,
                 planning_s=planning_s,
                 prefetch=not no_prefetch,
             )
-        step = simulate(plan, cost, extra)
+        step = simulate(plan, machine.cost, extra, rank_speed=rank_speed)
         first = first or step
-        rows.append(_figures(step, options, origin))
+        rows.append(_figures(step, machine, options["tp_size"], origin))
     assert first is not None
     _files(first, chosen, trace, plot)
     if as_json:
         click.echo(json.dumps(rows[0] if len(rows) == 1 else rows))
         return
     console = wide_console()
-    console.print(simulation_table(rows, f"{cost.name} ({cost.provenance})"))
+    console.print(simulation_table(rows, f"{machine.cost.name} ({machine.cost.provenance})"))
+    if (line := misfit(machine, max(row["peak_memory_bytes"] for row in rows))) is not None:
+        console.print(line, highlight=False, soft_wrap=True)
     for what, path in (("trace", trace), ("timeline", plot)):
         if path is not None:
             console.print(f"{what} written to {path}", highlight=False, soft_wrap=True)
 
 
-def _figures(step: SimulatedStep, options: dict[str, Any], origin: str) -> dict[str, Any]:
+_PLANNING_ONLY = (
+    *("lengths", "ranks", "pp_size", "tokens_per_rank", "batch_tokens", "batch_sequences", "context", "offload"),
+    *("rank_speed", "seed", "strategy", "num_batches"),
+)
+
+
+def _check_planned(max_length: bool) -> None:
+    """Refuse what would have no effect on a plan that exists."""
+    if max_length:
+        raise UserError("--max-length asks for no step: leave PLAN out")
+    context = click.get_current_context()
+    options = {option.name: option.opts[0] for option in context.command.params}
+    if given := [options[name] for name in _PLANNING_ONLY if _is_given(name)]:
+        verb = "says" if len(given) == 1 else "say"
+        raise UserError(
+            f"{', '.join(given)} {verb} how to plan, and PLAN is planned already: leave out one or the other"
+        )
+
+
+def _figures(step: SimulatedStep, machine: Machine, tp_size: int, origin: str) -> dict[str, Any]:
     plan = step.plan
-    model = model_shape(options["model"])
-    cost = chosen_cost(options["model"], options["cluster"], options["cost_name"], options["tp_size"])
-    figures = step_figures(step, model, cost, tp_size=options["tp_size"], cluster=options["cluster"])
+    figures = step_figures(step, machine.model, machine.cost, tp_size=tp_size, cluster=machine.peak_of)
+    known, peak = machine.memory_bytes is not None, figures["peak_memory_bytes"]
+    fits = {"gpu_memory_bytes": machine.memory_bytes, "fits": misfit(machine, peak) is None if known else None}
     predicted = {} if plan.predicted is None else prediction_to_dict(plan.predicted)
-    return predicted | figures | ({"origin": origin} if origin else {})
+    return predicted | figures | fits | ({"origin": origin} if origin else {})
 
 
 def _planned(asked: Request, strategy: str, num_batches: int) -> list[tuple[StepPlan, str]]:
@@ -122,15 +144,14 @@ def _planned(asked: Request, strategy: str, num_batches: int) -> list[tuple[Step
     ]
 
 
-def _plan_that_fits(plan: StepPlan, num_layers: int, ranks: int | None) -> StepPlan:
-    """A stored plan, proven, and of the cluster's and the model's size."""
+def _plan_that_fits(plan: StepPlan, num_layers: int) -> StepPlan:
+    """A stored plan, proven, and of the model's size."""
     validate(plan)
-    if ranks is not None and ranks != plan.hdp_size:
-        raise UserError(f"the plan is for {plan.hdp_size} ranks, --ranks is {ranks}: make a plan for {ranks}")
     needed = -(-num_layers // plan.pp_size)
     if plan.num_layers != needed:
         raise UserError(
-            f"the plan has {plan.num_layers} layers a rank; this model has {num_layers} on {plan.pp_size} stages, "
+            f"the plan has {counted(plan.num_layers, 'layer')} a rank; this model has {num_layers} on "
+            f"{counted(plan.pp_size, 'stage')}, "
             f"{needed} a rank: choose the --model the plan was made for"
         )
     return plan
@@ -160,18 +181,25 @@ def _files(step: SimulatedStep, ranks: list[int], trace: Path | None, plot: Path
         draw_timeline(spans, plot)
 
 
+def _is_given(name: str) -> bool:
+    """Whether the option stands on the command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _longest(options: dict[str, Any], as_json: bool) -> None:
     if options["ranks"] is None:
         raise UserError("--ranks is missing: the number of HDP ranks")
     for name in ("ranks", "pp_size", "tp_size"):
         if options[name] < 1:
             raise UserError(f"--{name.replace('_', '-')} is {options[name]}; it must be at least 1")
-    given = click.get_current_context().get_parameter_source("tokens_per_rank")
-    explicit = given is not None and given.name == "COMMANDLINE"
+    machine, explicit = described_machine(options), _is_given("tokens_per_rank")
+    if machine.memory_bytes is None and not explicit:
+        raise UserError("--max-length on a machine without GPUs needs --tokens-per-rank: its memory is not known")
     limits = context_limits(
-        model_shape(options["model"]),
-        cluster_spec(options["cluster"]),
-        chosen_cost(options["model"], options["cluster"], None, options["tp_size"]),
+        machine.model,
+        machine.cluster,
+        machine.cost,
         hdp_size=options["ranks"],
         tp_size=options["tp_size"],
         pp_size=options["pp_size"],
@@ -180,5 +208,6 @@ def _longest(options: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([vars(limit) for limit in limits]))
         return
-    where = f"{options['model']} on {options['ranks']} ranks of {options['tp_size']} {options['cluster']} GPUs"
+    device = "CPU" if machine.memory_bytes is None else f"{options['cluster']} GPU"
+    where = f"{machine.model.name} on {counted(options['ranks'], 'rank')} of {counted(options['tp_size'], device)}"
     wide_console().print(context_table(limits, where))

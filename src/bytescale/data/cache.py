@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from bytescale.data.sources import Document, TextSource, content_fingerprint, iter_documents
 from bytescale.data.tokenizers import TokenArray, Tokenizer
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 
 IntArray = npt.NDArray[np.int64]
 
@@ -177,7 +177,8 @@ def _build(source: TextSource, tokenizer: Tokenizer, directory: Path) -> None:
             num_documents += len(batch)
     if num_documents == 0:
         raise UserError(
-            f'data.source = "{source.kind}" is empty: no document in its {len(source.files)} files under {source.root}'
+            f'data.source = "{source.kind}" is empty: no document in its {counted(len(source.files), "file")} under '
+            f"{source.root}"
         )
     meta = {
         "format": "bytescale-tokens",

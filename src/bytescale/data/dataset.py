@@ -18,7 +18,7 @@ from bytescale.config import DataConfig, Overlong
 from bytescale.data.cache import TokenCorpus, open_corpus
 from bytescale.data.sources import document_name, open_source
 from bytescale.data.tokenizers import TokenArray, Tokenizer, load_tokenizer
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 
 IntArray = npt.NDArray[np.int64]
 
@@ -45,7 +45,8 @@ class DatasetCounts:
 
     def describe(self) -> str:
         """One line for a person."""
-        line = f"{self.documents:,} documents -> {self.sequences:,} sequences, {self.tokens:,} tokens"
+        documents, sequences = counted(self.documents, "document", ","), counted(self.sequences, "sequence", ",")
+        line = f"{documents} -> {sequences}, {counted(self.tokens, 'token', ',')}"
         asides = [
             f"{count:,} {what}"
             for count, what in (

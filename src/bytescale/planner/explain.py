@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from bytescale.cost.model import CostModel, piece_times_s, rank_time_s
 from bytescale.cost.predict import degree_one_work_s, durations, least_time_s
+from bytescale.errors import counted
 from bytescale.plan import StepPlan
 from bytescale.schedule import gangs_of
 
@@ -130,12 +131,15 @@ def _sentence(
         return f"offloading {ratio:.0%} saves {memory_degree - degree} of {memory_degree} ranks, {cost_words}"
     if degree > memory_degree:
         if time_s >= memory_time_s:
-            return f"cut over {degree} ranks although {memory_degree} hold it"
+            hold = "1 holds" if memory_degree == 1 else f"{memory_degree} hold"
+            return f"cut over {counted(degree, 'rank')} although {hold} it"
         bound = "" if plan.predicted is None else f" ({memory_time_s / plan.predicted.lower_bound_s:.0%} of the bound)"
-        return f"widened from {memory_degree} ranks, where it takes {memory_time_s:.3g} s{bound}, to {time_s:.3g} s"
+        ranks = counted(memory_degree, "rank")
+        return f"widened from {ranks}, where it takes {memory_time_s:.3g} s{bound}, to {time_s:.3g} s"
     if degree == 1:
         return "fits one rank"
-    return f"memory: {degree} ranks of {plan.tokens_per_rank} tokens hold {length}, {degree - 1} do not"
+    fewer = "1 does" if degree == 2 else f"{degree - 1} do"
+    return f"memory: {degree} ranks of {counted(plan.tokens_per_rank, 'token')} hold {length}, {fewer} not"
 
 
 def explain_step(plan: StepPlan, cost: CostModel) -> StepReason:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale.cost.model import CostModel
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 from bytescale.validate import NUM_RESIDENT_LAYERS
 
 IntArray = npt.NDArray[np.int64]
@@ -193,8 +193,10 @@ def too_long(problem: Problem, sequence: int, capacity: int, num_ranks: int) -> 
     """The refusal of a sequence that `num_ranks` ranks of `capacity` tokens cannot hold."""
     length = int(problem.lengths[sequence])
     needed = -(-length // capacity)
-    way_out = "use more ranks" if problem.offload == "auto" else "use more ranks or allow offload"
+    more = problem.offload != "auto" and capacity_tokens(problem.tokens_per_rank, 1.0, problem.num_layers) > capacity
+    way_out = "use more ranks or allow offload" if more else "use more ranks"
+    exist = "1 exists and holds" if num_ranks == 1 else f"{num_ranks} exist and hold"
     return UserError(
-        f"sequence {sequence} has {length} tokens and needs {needed} ranks of {capacity} tokens; "
-        f"{num_ranks} exist and hold {num_ranks * capacity}: raise tokens_per_rank, or {way_out}"
+        f"sequence {sequence} has {counted(length, 'token')} and needs {counted(needed, 'rank')} of "
+        f"{counted(capacity, 'token')}; {exist} {num_ranks * capacity}: raise tokens_per_rank, or {way_out}"
     )

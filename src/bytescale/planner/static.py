@@ -10,12 +10,12 @@ sum of those would exceed C. Every gang is one aligned block of ranks: no cycle 
 
 import numpy as np
 
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 from bytescale.plan import StepPlan
 from bytescale.planner.assemble import plan_of_groups, spread
 from bytescale.planner.degree import group_time_s
 from bytescale.planner.pack import next_fit
-from bytescale.planner.problem import Problem
+from bytescale.planner.problem import Problem, capacity_tokens
 
 
 def static_degree(problem: Problem) -> int:
@@ -31,9 +31,11 @@ def static_degree(problem: Problem) -> int:
     capacity, ranks = problem.fixed_capacity, problem.hdp_size
     fitting = [d for d in range(1, ranks + 1) if ranks % d == 0 and d * capacity >= problem.context]
     if not fitting:
+        more = capacity_tokens(problem.tokens_per_rank, 1.0, problem.num_layers) > capacity
         raise UserError(
-            f"static needs {-(-problem.context // capacity)} ranks of {capacity} tokens for a context of "
-            f"{problem.context} tokens; {ranks} exist: raise tokens_per_rank, or use more ranks or offload"
+            f"static needs {counted(-(-problem.context // capacity), 'rank')} of {counted(capacity, 'token')} for a "
+            f"context of {counted(problem.context, 'token')}; {ranks} {'exists' if ranks == 1 else 'exist'}: raise "
+            f"tokens_per_rank, or use more ranks{' or offload' * more}"
         )
     return fitting[0]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bytescale.cost.makespan import makespan
 from bytescale.cost.model import CostModel
 from bytescale.cost.predict import durations
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 from bytescale.plan import StepPlan
 
 FloatArray = npt.NDArray[np.float64]
@@ -49,7 +49,7 @@ def draw_plan(plan: StepPlan, cost: CostModel, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("seconds (dotted: lower bound)")
     axes.set_title(
-        f"{plan.strategy}: {plan.num_sequences} sequences, {plan.num_tokens} tokens, "
+        f"{plan.strategy}: {counted(plan.num_sequences, 'sequence')}, {counted(plan.num_tokens, 'token')}, "
         f"step {plan.predicted.step_time_s:.3g} s, {plan.predicted.step_time_s / plan.predicted.lower_bound_s:.3f} "
         "of the bound",
         loc="left",
@@ -145,7 +145,9 @@ def draw_lengths(lengths: IntArray, name: str, path: Path) -> None:
     axes.set_xticks(np.arange(len(edges)), [f"{2**e / 1024:g}K" if e >= 10 else str(2**e) for e in edges.tolist()])
     axes.set_xlabel("length up to")
     axes.set_ylabel("per cent")
-    axes.set_title(f"{name}: {len(lengths)} sequences, {int(lengths.sum())} tokens", loc="left", fontsize=10)
+    axes.set_title(
+        f"{name}: {counted(len(lengths), 'sequence')}, {counted(int(lengths.sum()), 'token')}", loc="left", fontsize=10
+    )
     axes.legend(frameon=False)
     try:
         figure.savefig(path, dpi=130)

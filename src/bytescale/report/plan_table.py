@@ -13,6 +13,7 @@ from rich.table import Table
 
 from bytescale.cost.model import CostModel
 from bytescale.cost.traffic import attention_bytes
+from bytescale.errors import counted
 from bytescale.plan import StepPlan
 from bytescale.planfile import prediction_to_dict
 from bytescale.planner.explain import SequenceReason, StepReason
@@ -84,7 +85,7 @@ def _rows(f: dict[str, Any], step: StepReason) -> list[tuple[str, str]]:
     return [
         ("strategy", f"{f['strategy']}{made_by}"),
         ("cost model", f"{f['cost']} ({f['cost_source']})"),
-        ("ranks", f"{shape}, {f['tokens_per_rank']} tokens each, {f['idle_ranks']} idle"),
+        ("ranks", f"{shape}, {counted(f['tokens_per_rank'], 'token')} each, {f['idle_ranks']} idle"),
         ("sequences", f"{f['sequences']} of {units.count(f['tokens'])} tokens, longest {f['longest']}"),
         (
             "micro-batches a rank",
@@ -103,8 +104,12 @@ def _rows(f: dict[str, Any], step: StepReason) -> list[tuple[str, str]]:
         ),
         ("attention P2P", units.size(f["attention_bytes"])),
         ("peak memory", f"{f['peak_tokens']:.0f} tokens held, {units.size(f['peak_activation_bytes'])} of activations"),
+<<<<<<< HEAD
         ("offloading", f"{f['offloaded_sequences']} sequences" if f["offloaded_sequences"] else "none"),
         *([("chunks", chunk_words(f))] if f["chunked_sequences"] else []),
+=======
+        ("offloading", counted(f["offloaded_sequences"], "sequence") if f["offloaded_sequences"] else "none"),
+>>>>>>> faces
         ("planned in", units.duration(f["planning_time_s"])),
     ]
 

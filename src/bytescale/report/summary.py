@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 from bytescale.planfile import write_text_atomically
 from bytescale.report import units
 
@@ -35,6 +35,13 @@ class RunSummary:
         num_split_documents: documents longer than the context, cut into several sequences.
         num_dropped_sequences: sequences dropped as too long.
         num_empty_sequences: documents without a token, dropped.
+        pp_size: pipeline stages.
+        pp_bubble: share of the compute phase that ranks waited for other stages, mean over steps.
+        dp_bubble: share of it between the end of a rank and that of the last one, mean over steps.
+        offload_bytes_out, offload_bytes_in: activations moved away and back.
+        offload_exposed_s: time that compute stood still for copies, of the slowest rank of each step.
+        offload_declined_bytes: meant to leave but stayed, for want of room.
+        num_unmoved_steps: steps whose plan asked for offloading and in which nothing moved.
     """
 
     steps: int
@@ -54,6 +61,14 @@ class RunSummary:
     num_split_documents: int = 0
     num_dropped_sequences: int = 0
     num_empty_sequences: int = 0
+    pp_size: int = 1
+    pp_bubble: float = 0.0
+    dp_bubble: float = 0.0
+    offload_bytes_out: int = 0
+    offload_bytes_in: int = 0
+    offload_exposed_s: float = 0.0
+    offload_declined_bytes: int = 0
+    num_unmoved_steps: int = 0
 
     @property
     def share_degree_1(self) -> float:
@@ -87,9 +102,9 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """The lines of the closing table, as (name, value)."""
     rows = [
         ("steps", f"{summary.steps:,}"),
-        ("tokens", f"{summary.tokens:,} in {summary.sequences:,} sequences"),
+        ("tokens", f"{summary.tokens:,} in {counted(summary.sequences, 'sequence')}"),
         ("loss first / last", f"{_loss(summary.loss_first)} / {_loss(summary.loss_last)}"),
-        ("tokens/s", f"{units.count(summary.tokens_per_s)} on {summary.world_size} ranks"),
+        ("tokens/s", f"{units.count(summary.tokens_per_s)} on {counted(summary.world_size, 'rank')}"),
         ("wall time", units.duration(summary.wall_time_s)),
         ("micro-batches per rank", f"{summary.num_micro_batches_min} to {summary.num_micro_batches_max}"),
         ("sequences of degree 1", f"{summary.share_degree_1:.1%}"),
@@ -97,8 +112,15 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     ]
     if summary.comm_bytes_static is not None:
         rows.append(("static would have sent", _static(summary)))
+    if summary.pp_size > 1:
+        rows += [("PP bubble", f"{summary.pp_bubble:.1%}"), ("DP bubble", f"{summary.dp_bubble:.1%}")]
+    if summary.offload_bytes_out or summary.offload_declined_bytes or summary.num_unmoved_steps:
+        rows.append(("offloaded", _offloaded(summary)))
+    if summary.offload_declined_bytes:
+        rows.append(("stayed for want of room", units.size(summary.offload_declined_bytes)))
     for name, number in (
         ("steps skipped, no target", summary.num_skipped_steps),
+        ("steps that offloaded nothing", summary.num_unmoved_steps),
         ("documents split, too long", summary.num_split_documents),
         ("sequences dropped, too long", summary.num_dropped_sequences),
         ("documents dropped, empty", summary.num_empty_sequences),
@@ -120,6 +142,11 @@ def summary_table(summary: RunSummary) -> Table:
 
 def _loss(value: Any) -> str:
     return "none" if value is None else f"{value:.4f}"
+
+
+def _offloaded(summary: RunSummary) -> str:
+    out, back = units.size(summary.offload_bytes_out), units.size(summary.offload_bytes_in)
+    return f"{out} out, {back} in, {units.duration(summary.offload_exposed_s)} exposed"
 
 
 def _static(summary: RunSummary) -> str:

@@ -105,7 +105,7 @@ def timeline(spans: Sequence[Span]) -> str:
     whole = max(max(span.end_s for span in kept) - begin, 1e-9)
     categories = sorted({span.category for span in kept})
     colour = {category: number % NUM_COLOURS for number, category in enumerate(categories)}
-    width, left = 2 * _WIDTH, 130
+    width, left = 2 * _WIDTH, 18 + 7 * max(len(f"rank {rank} {track}") for rank, track in shown)
     height = len(shown) * (_ROW + _ROW_GAP) + _BOTTOM
     scale = (width - left - _RIGHT) / whole
     parts = [

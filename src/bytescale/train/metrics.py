@@ -3,6 +3,7 @@
 Every rank contributes a row of numbers; rank 0 combines them. Names are fixed by contract; units are in them. `tokens`
 are targets, `tokens_per_s` counts input tokens, `imbalance` is measured compute, waiting excluded, maximum over mean.
 Offloaded bytes are sums over the ranks, `offload_exposed_s` is that of the rank which waited longest.
+`offload_asked_tokens` are the rows of pieces that the plan wants to leave: with no bytes out, nothing did.
 """
 
 import errno
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from bytescale.data import StepData
+from bytescale.plan import StepPlan
 from bytescale.train.rundir import writing
 from bytescale.train.step import StepResult
 from bytescale.train.world import World
@@ -43,12 +47,18 @@ class StepMetrics:
     peak_memory_bytes: int
     plan_time_s: float
     data_wait_s: float
+    offload_asked_tokens: int
     offload_bytes_out: int
     offload_bytes_in: int
     offload_exposed_s: float
     offload_declined_bytes: int
     pp_bubble: float
     dp_bubble: float
+
+    @property
+    def nothing_moved(self) -> bool:
+        """Whether the plan asked for offloading and everything stayed."""
+        return self.offload_asked_tokens > 0 and self.offload_bytes_out == 0
 
 
 def gather_metrics(
@@ -87,6 +97,7 @@ def gather_metrics(
         peak_memory_bytes=int(peak.max()),
         plan_time_s=data.plan_time_s,
         data_wait_s=float(data_wait_s.max()),
+        offload_asked_tokens=asked_tokens(data.plan),
         offload_bytes_out=int(bytes_out.sum()),
         offload_bytes_in=int(bytes_in.sum()),
         offload_exposed_s=float(exposed_s.max()),
@@ -94,6 +105,11 @@ def gather_metrics(
         pp_bubble=float(pipeline_wait_s.mean() / compute_s.max()),
         dp_bubble=float(1 - compute_s.mean() / compute_s.max()),
     )
+
+
+def asked_tokens(plan: StepPlan) -> int:
+    """Tokens of pieces whose activations `plan` wants to leave, ceil(r * n) of each; stages are not counted apart."""
+    return int(np.ceil(plan.pieces.offload_ratio * plan.pieces.tokens - 1e-9).sum())
 
 
 class MetricsFile:

@@ -14,13 +14,15 @@ from pathlib import Path
 import torch
 
 from bytescale.config import Config
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 from bytescale.runtime.model import LossModel
 from bytescale.runtime.offload import Offloader
 from bytescale.runtime.offload_disk import DiskTier, check_directory
 from bytescale.runtime.offload_pinned import PinnedTier
 from bytescale.runtime.offload_tiers import Tier
+from bytescale.train.metrics import StepMetrics
 from bytescale.train.world import World
+from bytescale.validate import NUM_RESIDENT_LAYERS
 
 
 def may_offload(config: Config) -> bool:
@@ -36,6 +38,26 @@ def check_offloading(config: Config) -> None:
     """
     if may_offload(config) and config.offload.dir is not None and not torch.cuda.is_available():
         check_directory(Path(config.offload.dir))
+
+
+def why_nothing_moved(config: Config, metrics: StepMetrics, num_layers: int) -> str | None:
+    """One line when the plan of a step asked for offloading and nothing moved; None where there is nothing to say.
+
+    Args:
+        config: the run.
+        metrics: of the step.
+        num_layers: layers of the largest stage.
+    """
+    if not metrics.nothing_moved:
+        return None
+    if num_layers <= NUM_RESIDENT_LAYERS:
+        reason = f"a rank has {counted(num_layers, 'layer')}, and the last {NUM_RESIDENT_LAYERS} always stay"
+    elif metrics.offload_declined_bytes:
+        reason = "there is no room in offload.dir, or not within offload.limit_bytes"
+    else:
+        reason = f"every tensor is smaller than offload.min_bytes = {config.offload.min_bytes}"
+    tokens = counted(metrics.offload_asked_tokens, "token", ",")
+    return f"warning: step {metrics.step} was planned with {tokens} offloaded, but nothing moved: {reason}"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec,
 from bytescale.cost.predict import stage_layers
 from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
 from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
-from bytescale.errors import UserError
+from bytescale.errors import UserError, counted
 from bytescale.plan import StepPlan
 from bytescale.planner import plan
 from bytescale.planner.problem import capacity_tokens
@@ -188,12 +188,20 @@ def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, hdp_s
         ratio = 1.0 if ratio == "auto" and config.plan.strategy != "static" else 0.0
     capacity = capacity_tokens(config.plan.tokens_per_rank, ratio, num_layers)
     needed = -(-length // capacity)
-    if needed > hdp_size:
-        raise UserError(
-            f"sequence {longest} has {length} tokens and needs {needed} ranks of {_in_words(config, capacity)}, "
-            f"but there are {hdp_size}: start {needed} ranks, or raise tokens_per_rank to "
-            f"{-(-length * config.plan.tokens_per_rank // (hdp_size * capacity))}"
-        )
+    if needed <= hdp_size:
+        return
+    pp_size = config.parallel.pp_size
+    unit = "rank" if pp_size == 1 else "pipeline"
+    ways = [
+        f"start {counted(needed * pp_size, 'rank')}",
+        f"raise tokens_per_rank to {-(-length * config.plan.tokens_per_rank // (hdp_size * capacity))}",
+    ]
+    if length <= hdp_size * capacity_tokens(config.plan.tokens_per_rank, 1.0, num_layers):
+        ways.append("set plan.offload = 1.0")
+    raise UserError(
+        f"sequence {longest} has {counted(length, 'token')} and needs {counted(needed, unit)} of "
+        f"{_in_words(config, capacity)}, but there {'is' if hdp_size == 1 else 'are'} {hdp_size}: {', or '.join(ways)}"
+    )
 
 
 def _in_words(config: Config, capacity: int) -> str:

@@ -14,8 +14,8 @@ from bytescale.train.metrics import StepMetrics
 class RunTotals:
     """Sums over the steps so far."""
 
-    def __init__(self, world_size: int, counts: DatasetCounts) -> None:
-        self._world_size, self._counts = world_size, counts
+    def __init__(self, world_size: int, pp_size: int, counts: DatasetCounts) -> None:
+        self._world_size, self._pp_size, self._counts = world_size, pp_size, counts
         self._begin_s = time.perf_counter()
         self._metrics: list[StepMetrics] = []
         self._degrees: Counter[int] = Counter()
@@ -52,7 +52,19 @@ class RunTotals:
             num_split_documents=self._counts.overlong_split,
             num_dropped_sequences=self._counts.overlong_dropped,
             num_empty_sequences=self._counts.empty_dropped,
+            pp_size=self._pp_size,
+            pp_bubble=_mean([m.pp_bubble for m in metrics]),
+            dp_bubble=_mean([m.dp_bubble for m in metrics]),
+            offload_bytes_out=sum(m.offload_bytes_out for m in metrics),
+            offload_bytes_in=sum(m.offload_bytes_in for m in metrics),
+            offload_exposed_s=sum(m.offload_exposed_s for m in metrics),
+            offload_declined_bytes=sum(m.offload_declined_bytes for m in metrics),
+            num_unmoved_steps=sum(m.nothing_moved for m in metrics),
         )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _histogram(degrees: npt.NDArray[np.int64]) -> dict[int, int]:

@@ -8,9 +8,9 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -32,12 +32,13 @@ from bytescale.trace import Span, write_trace
 from bytescale.train.checkpoint import save_model
 from bytescale.train.memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.metrics import MetricsFile, StepMetrics, gather_metrics
-from bytescale.train.offloading import open_offloader
+from bytescale.train.offloading import open_offloader, why_nothing_moved
 from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from bytescale.train.prepare import Prepared, prepare, static_bytes
 from bytescale.train.rundir import check_unused, open_run_dir, writing
 from bytescale.train.step import run_step
 from bytescale.train.totals import RunTotals
+from bytescale.train.tracing import from_zero, in_pipeline, on_a_common_clock
 from bytescale.train.world import World, open_world, process_identity
 
 NUM_TRACED_STEPS = 3
@@ -117,8 +118,9 @@ class _Run:
         self.model, self.kernel, self.offloader = model, kernel, offloader
         self.optimizer = make_optimizer(model, config.train)
         self.run_dir = Path(config.run.dir)
+        self.warned = False
         self.traced: deque[tuple[Span, ...]] = deque(maxlen=NUM_TRACED_STEPS)
-        self.totals = RunTotals(world.size, prepared.dataset.counts)
+        self.totals = RunTotals(world.size, world.pp_size, prepared.dataset.counts)
 
     @property
     def leads(self) -> bool:
@@ -145,8 +147,16 @@ class _Run:
                     sent_by_static = self._static_bytes(data)
                     metrics_file.write(asdict(metrics) | {"comm_bytes_static": sent_by_static})
                     progress.show(self._line(metrics))
+                    self._warn(progress, metrics)
                     self.totals.add(data, metrics, sent_by_static)
             self._finish(loader.skipped_steps)
+
+    def _warn(self, progress: Progress, metrics: StepMetrics) -> None:
+        """Say it the first time that a step offloads nothing although its plan counts on it."""
+        warning = why_nothing_moved(self.config, metrics, max(map(len, self.prepared.stages)))
+        if warning is not None and not self.warned:
+            progress.note(warning)
+            self.warned = True
 
     def _line(self, metrics: StepMetrics) -> StepLine:
         shown = {field.name for field in fields(StepLine)}
@@ -208,13 +218,13 @@ class _Run:
     def _finish(self, num_skipped_steps: int) -> None:
         """Trace, model and summary."""
         with collective(self.world.rank, "collecting the trace"):
-            traces = self.world.gather_objects(_on_a_common_clock(self.traced))
+            traces = self.world.gather_objects(in_pipeline(on_a_common_clock(self.traced), self.world))
         if self.config.run.save_model:
             with collective(self.world.rank, "saving the model"):
                 save_model(self.model, self.prepared, self.run_dir / "model", self.config, self.world)
         if self.leads:
             with writing(self.run_dir):
-                write_trace(_from_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
+                write_trace(from_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
                 write_summary(self.totals.summary(num_skipped_steps), self.run_dir / "summary.json")
 
 
@@ -225,14 +235,3 @@ def _check_finite(step: int, what: str, value: float) -> None:
             f"step {step}: the {what} is {value}, training has diverged; lower train.lr or train.grad_clip, or raise "
             "train.warmup_steps"
         )
-
-
-def _on_a_common_clock(steps: Iterable[tuple[Span, ...]]) -> list[Span]:
-    """Spans from this process's `perf_counter` to the wall clock, which the ranks of a machine share."""
-    offset_s = time.time() - time.perf_counter()
-    return [replace(span, start_s=span.start_s + offset_s) for spans in steps for span in spans]
-
-
-def _from_zero(spans: list[Span]) -> list[Span]:
-    origin_s = min((span.start_s for span in spans), default=0.0)
-    return [replace(span, start_s=span.start_s - origin_s) for span in spans]
