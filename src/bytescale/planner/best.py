@@ -24,6 +24,7 @@ from bytescale.errors import UserError
 from bytescale.plan import StepPlan
 from bytescale.planner.degree import (
     WIDEN_SLACK,
+    Degrees,
     least_work_degrees,
     micro_batch_s,
     ratio_at,
@@ -56,9 +57,10 @@ def plan_best(
         rivals: the other strategies.
         allow_blocks: whether a block plan may be returned.
     """
-    bound = reachable_s(problem)
+    least = least_work_degrees(problem)
+    bound = reachable_s(problem, least)
     if problem.pp_size == 1:
-        own = own_plans(problem, bound)
+        own = own_plans(problem, least, bound)
     else:
         own = [_predicted(problem, best_pipeline_plan(problem, lambda candidate: _step_s(problem, candidate)))]
     chosen = min(own, key=_predicted_s)
@@ -93,11 +95,10 @@ def _shorter_rival(
     return rival if _predicted_s(rival) < step_s * (1 - 1e-12) else None
 
 
-def reachable_s(problem: Problem) -> float:
+def reachable_s(problem: Problem, least: Degrees) -> float:
     """What a search can stop at: the lower bound, with the least work that memory allows and the fewest constants g."""
     cost, lengths = problem.cost, problem.lengths
     bound = lower_bound_s(cost, lengths, problem.hdp_size, problem.pp_size, problem.rank_speed)
-    least = least_work_degrees(problem)
     work_s = float((sequence_time_s(problem, lengths, least.degree, least.offload_ratio) * least.degree).sum())
     work_s += int(lengths.sum()) / problem.fixed_capacity * micro_batch_s(problem)
     speed = problem.hdp_size if problem.rank_speed is None else float(problem.rank_speed.sum())
@@ -111,7 +112,7 @@ def _searchable_s(problem: Problem, bound: float) -> float:
     return max(bound, widened_s / (1.0 if problem.rank_speed is None else float(problem.rank_speed.max())))
 
 
-def own_plans(problem: Problem, bound: float) -> list[StepPlan]:
+def own_plans(problem: Problem, least: Degrees, bound: float) -> list[StepPlan]:
     """Our plans without a pipeline, predicted, to choose from.
 
     With offloading to choose, also the plan without it, where it can win; with rank speeds, also the plan for equal
@@ -119,7 +120,7 @@ def own_plans(problem: Problem, bound: float) -> list[StepPlan]:
     """
     goal = _searchable_s(problem, bound)
     seen: set[bytes] = set()
-    placement = search(problem, goal, seen)
+    placement = search(problem, least.degree, goal, seen)
     assert placement is not None
     plans = [_plan_of(problem, placement)]
     step_s = _predicted_s(plans[0])
@@ -127,14 +128,14 @@ def own_plans(problem: Problem, bound: float) -> list[StepPlan]:
     fits_without = longest <= problem.tokens_per_rank * problem.hdp_size
     if problem.offload == "auto" and fits_without and step_s > goal * (1 + GOOD_ENOUGH):
         kept = replace(problem, offload="off")
-        fewest = least_work_degrees(kept).degree
+        fewest = least_work_degrees(kept)
         # From equal degrees the search would run the same way.
-        if reachable_s(kept) < step_s and not np.array_equal(fewest, least_work_degrees(problem).degree):
-            other = search(kept, goal, seen, below_s=step_s, second=True)
+        if reachable_s(kept, fewest) < step_s and not np.array_equal(fewest.degree, least.degree):
+            other = search(kept, fewest.degree, goal, seen, below_s=step_s, second=True)
             plans += [] if other is None else [_plan_of(kept, other)]
     if problem.rank_speed is not None:
         even = replace(problem, rank_speed=None)
-        placement = search(even, _searchable_s(even, reachable_s(even)), set())
+        placement = search(even, least.degree, _searchable_s(even, reachable_s(even, least)), set())
         assert placement is not None
         plans.append(_plan_of(problem, _rename_ranks(even, placement, problem.rank_speed)))
     return plans

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from bytescale.planner.assemble import spread
 from bytescale.planner.degree import (
     Widening,
-    least_work_degrees,
     micro_batch_s,
     power_of_two,
     ratio_at,
@@ -61,10 +60,9 @@ class Budget:
     guesses: int
     random_tries: int
 
-    def half(self) -> "Budget":
-        """Half of every limit."""
-        limits = (self.candidates, self.gap_candidates, self.gap_gangs, self.guesses, self.random_tries)
-        return Budget(*(limit // 2 for limit in limits))
+    def of_second(self) -> "Budget":
+        """For a second search of a problem: it adds other degrees, gaps and guesses would only repeat the first."""
+        return Budget(self.candidates // 2, 0, 0, 0, self.random_tries // 2)
 
     @staticmethod
     def of(problem: Problem) -> "Budget":
@@ -194,20 +192,25 @@ class _Search:
 
 
 def search(
-    problem: Problem, bound: float, seen: set[bytes], below_s: float = float("inf"), second: bool = False
+    problem: Problem,
+    least: IntArray,
+    bound: float,
+    seen: set[bytes],
+    below_s: float = float("inf"),
+    second: bool = False,
 ) -> Placement | None:
     """The placement with the shortest step among the counted tries, None where none is below `below_s`.
 
     Args:
         problem: what was asked, without a pipeline.
+        least: degrees of least rank-seconds, from which sequences are widened.
         bound: at which step to stop.
         seen: degree vectors of an earlier search of the same lengths, left out; those of this search are added.
         below_s: steps from here on are not wanted.
-        second: whether this is a second search, which has half the tries.
+        second: whether this is a second search, which has fewer tries.
     """
-    least = least_work_degrees(problem).degree
     widening = Widening(problem, least)
-    budget = Budget.of(problem).half() if second else Budget.of(problem)
+    budget = Budget.of(problem).of_second() if second else Budget.of(problem)
     state = _Search(problem, bound, below_s, budget, seen)
     _try_targets(state, widening)
     if not state.done:
