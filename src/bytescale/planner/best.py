@@ -23,7 +23,6 @@ from bytescale.cost.predict import durations, least_time_s, lower_bound_s, predi
 from bytescale.errors import UserError
 from bytescale.plan import StepPlan
 from bytescale.planner.degree import (
-    WIDEN_SLACK,
     Degrees,
     least_work_degrees,
     micro_batch_s,
@@ -97,19 +96,14 @@ def _shorter_rival(
 
 def reachable_s(problem: Problem, least: Degrees) -> float:
     """What a search can stop at: the lower bound, with the least work that memory allows and the fewest constants g."""
-    cost, lengths = problem.cost, problem.lengths
+    cost, lengths, constant_s = problem.cost, problem.lengths, micro_batch_s(problem)
     bound = lower_bound_s(cost, lengths, problem.hdp_size, problem.pp_size, problem.rank_speed)
     work_s = float((sequence_time_s(problem, lengths, least.degree, least.offload_ratio) * least.degree).sum())
-    work_s += int(lengths.sum()) / problem.fixed_capacity * micro_batch_s(problem)
-    speed = problem.hdp_size if problem.rank_speed is None else float(problem.rank_speed.sum())
-    return max(bound, work_s / speed)
-
-
-def _searchable_s(problem: Problem, bound: float) -> float:
-    """`bound`, or what the longest sequence takes when widened as far as `widen` goes, if that is more."""
-    least_s, _ = least_time_s(problem.cost, int(problem.lengths.max()), problem.hdp_size)
-    widened_s = (least_s + micro_batch_s(problem)) * (1 + WIDEN_SLACK)
-    return max(bound, widened_s / (1.0 if problem.rank_speed is None else float(problem.rank_speed.max())))
+    work_s += int(lengths.sum()) / problem.fixed_capacity * constant_s
+    longest_s = least_time_s(cost, int(lengths.max()), problem.hdp_size)[0] + constant_s
+    if problem.rank_speed is None:
+        return max(bound, work_s / problem.hdp_size, longest_s)
+    return max(bound, work_s / float(problem.rank_speed.sum()), longest_s / float(problem.rank_speed.max()))
 
 
 def own_plans(problem: Problem, least: Degrees, bound: float) -> list[StepPlan]:
@@ -118,26 +112,22 @@ def own_plans(problem: Problem, least: Degrees, bound: float) -> list[StepPlan]:
     With offloading to choose, also the plan without it, where it can win; with rank speeds, also the plan for equal
     ranks with the ranks renamed, so that the most loaded is the fastest.
     """
-    goal = _searchable_s(problem, bound)
     seen: set[bytes] = set()
-    placement = search(problem, least.degree, goal, seen)
-    assert placement is not None
-    plans = [_plan_of(problem, placement)]
-    step_s = _predicted_s(plans[0])
+    plans = [_plan_of(problem, placement) for placement in search(problem, least.degree, bound, seen)]
+    step_s = min(_predicted_s(made) for made in plans)
     longest = int(problem.lengths.max())
     fits_without = longest <= problem.tokens_per_rank * problem.hdp_size
-    if problem.offload == "auto" and fits_without and step_s > goal * (1 + GOOD_ENOUGH):
+    if problem.offload == "auto" and fits_without and step_s > bound * (1 + GOOD_ENOUGH):
         kept = replace(problem, offload="off")
         fewest = least_work_degrees(kept)
         # From equal degrees the search would run the same way.
         if reachable_s(kept, fewest) < step_s and not np.array_equal(fewest.degree, least.degree):
-            other = search(kept, fewest.degree, goal, seen, below_s=step_s, second=True)
-            plans += [] if other is None else [_plan_of(kept, other)]
+            others = search(kept, fewest.degree, bound, seen, below_s=step_s, second=True)
+            plans += [_plan_of(kept, placement) for placement in others]
     if problem.rank_speed is not None:
         even = replace(problem, rank_speed=None)
-        placement = search(even, least.degree, _searchable_s(even, reachable_s(even, least)), set())
-        assert placement is not None
-        plans.append(_plan_of(problem, _rename_ranks(even, placement, problem.rank_speed)))
+        others = search(even, least.degree, reachable_s(even, least), set())
+        plans += [_plan_of(problem, _rename_ranks(even, placement, problem.rank_speed)) for placement in others]
     return plans
 
 
