@@ -64,18 +64,19 @@ def multifit(problem: Problem, widening: Widening, low_s: float, high_s: float, 
 
 def degree_options(problem: Problem, widening: Widening, guess_s: float) -> tuple[IntArray, FloatArray]:
     """Degrees to try for each sequence, in order, and the time at each (inf where illegal). Both [num_options, n]."""
-    base = widening.to(guess_s)
+    base, lengths = widening.to(guess_s), problem.lengths
     degrees = np.stack([np.ceil(base * factor).astype(np.int64) + more for factor, more in _WIDER])
     legal = degrees <= problem.hdp_size
     if problem.num_sequences >= _MANY * problem.hdp_size:
         # With many sequences a rank the short ones fill holes whole; cutting them would only add traffic.
-        legal[1:, problem.lengths <= problem.tokens_per_rank] = False
-    degrees = np.minimum(degrees, problem.hdp_size)
-    lengths = np.broadcast_to(problem.lengths, degrees.shape)
-    ratio = ratio_at(problem, lengths, degrees)
-    legal &= ratio <= 1.0
-    time_s = stage_time_s(problem, lengths, degrees, np.minimum(ratio, 1.0))
-    return degrees, np.where(legal, time_s, np.inf)
+        legal[1:, lengths <= problem.tokens_per_rank] = False
+    option, row = np.nonzero(legal)
+    degree = degrees[option, row]
+    ratio = ratio_at(problem, lengths[row], degree)
+    taken_s = stage_time_s(problem, lengths[row], degree, np.minimum(ratio, 1.0))
+    time_s = np.full(degrees.shape, np.inf)
+    time_s[option, row] = np.where(ratio <= 1.0, taken_s, np.inf)
+    return np.minimum(degrees, problem.hdp_size), time_s
 
 
 def pack_under(problem: Problem, widening: Widening, guess_s: float) -> Placement | None:
