@@ -28,6 +28,7 @@ from bytescale.validate import validate
 IntArray = npt.NDArray[np.int64]
 CAPACITY = 8192
 SPEED_CASES = ((512, 64, 100), (16_384, 4_096, 5), (100_000, 16_384, 3))
+SPEED_COSTS = {"dense-flops": dense_flops(), "paper": preset_cost("llama-7b", "paper"), "h100": preset_cost()}
 TABLE_RANKS, TABLE_SEQUENCES, TABLE_MEANS = (64, 512, 4096), (512, 4096, 16384), (2048, 8192)
 REAL_SOURCES = ("wikipedia", "wlb", "magiattention", "github", "byted")
 
@@ -66,25 +67,34 @@ def header(*names: str) -> None:
 
 def speed() -> None:
     """Median and 99th percentile over seeds and both means, wall and CPU; peak memory of a process of its own."""
-    header("strategy", "sequences", "ranks", "cost", "plans", "median ms", "p99 ms", "CPU p99 ms", "worst gap", "MiB")
-    costs = {"dense-flops": dense_flops(), "paper": preset_cost("llama-7b", "paper"), "h100": preset_cost()}
-    for strategy in ("best", "hdp-balance"):
+    times = ("median ms", "p99 ms", "CPU median ms", "CPU p99 ms")
+    header("strategy", "sequences", "ranks", "offload", "cost", "plans", *times, "worst gap", "MiB")
+    for strategy, offload in (("best", "off"), ("best", "auto"), ("hdp-balance", "off")):
         for num, ranks, repeats in SPEED_CASES:
-            for name, cost in costs.items():
-                times, cpu, gaps = [], [], []
-                for seed in range(repeats):
-                    for mean in TABLE_MEANS:
-                        lengths, cpu_begin = lognormal(num, mean, seed), time.process_time()
-                        made, _, elapsed = timed(lengths, strategy, ranks, cost, "off")
-                        cpu.append(1e3 * (time.process_time() - cpu_begin))
-                        times.append(1e3 * elapsed)
-                        gaps.append(gap(made))
-                memory = memory_mib(strategy, num, ranks) if name == "paper" else "-"
+            for name, cost in SPEED_COSTS.items():
+                wall, cpu, gaps = _speed_of(strategy, num, ranks, repeats, cost, offload)
+                figures = [f(values) for values in (wall, cpu) for f in (np.median, lambda v: np.percentile(v, 99))]
+                memory = memory_mib(strategy, num, ranks) if (name, offload) == ("paper", "off") else "-"
                 print(
-                    f"| {strategy} | {num} | {ranks} | {name} | {len(times)} | {np.median(times):.0f} | "
-                    f"{np.percentile(times, 99):.0f} | {np.percentile(cpu, 99):.0f} | {max(gaps):.4f} | {memory} |",
+                    f"| {strategy} | {num} | {ranks} | {offload} | {name} | {len(wall)} | "
+                    f"{' | '.join(f'{1e3 * figure:.0f}' for figure in figures)} | {max(gaps):.4f} | {memory} |",
                     flush=True,
                 )
+
+
+def _speed_of(
+    strategy: str, num: int, ranks: int, repeats: int, cost: CostModel, offload: str
+) -> tuple[list[float], list[float], list[float]]:
+    """Wall seconds, CPU seconds and gap of every plan."""
+    wall, cpu, gaps = [], [], []
+    for seed in range(repeats):
+        for mean in TABLE_MEANS:
+            lengths, begin = lognormal(num, mean, seed), time.process_time()
+            made, _, elapsed = timed(lengths, strategy, ranks, cost, offload)
+            cpu.append(time.process_time() - begin)
+            wall.append(elapsed)
+            gaps.append(gap(made))
+    return wall, cpu, gaps
 
 
 def memory_mib(strategy: str, num: int, ranks: int) -> str:

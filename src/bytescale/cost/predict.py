@@ -123,6 +123,14 @@ def lower_bound_s(
     return max(float(work.sum()) / total_speed, longest / top_speed)
 
 
+def rank_times_s(plan: StepPlan, times: Durations) -> FloatArray:
+    """Sum over a rank's micro-batches, waiting excluded, on its busiest stage; no step is shorter than the largest."""
+    owner = np.repeat(np.arange(plan.hdp_size), plan.num_micro_batches())
+    stages = (times.forward_s + times.backward_s).T
+    busy = [np.bincount(owner, weights=stage, minlength=plan.hdp_size) for stage in stages]
+    return np.asarray(np.max(busy, axis=0), np.float64)
+
+
 def predict(
     plan: StepPlan, cost: CostModel, *, rank_speed: FloatArray | None = None, planning_time_s: float = 0.0
 ) -> Prediction:
@@ -132,11 +140,7 @@ def predict(
     """
     times = durations(plan, cost, rank_speed)
     timeline = makespan(plan, times.forward_s, times.backward_s)
-    counts = plan.num_micro_batches()
-    owner = np.repeat(np.arange(plan.hdp_size), counts)
-    busy = np.zeros((plan.hdp_size, plan.pp_size))
-    np.add.at(busy, owner, times.forward_s + times.backward_s)
-    rank_time = busy.max(axis=1)
+    rank_time = rank_times_s(plan, times)
     mean = float(rank_time.mean())
     return Prediction(
         step_time_s=timeline.step_time_s,

@@ -149,6 +149,7 @@ def plan_with_origin(
             made, origin = plan_chunked(problem, made), strategy
     else:
         made, origin = _RIVALS[strategy](problem), strategy
+        made = replace(made, predicted=predict(made, cost, rank_speed=problem.rank_speed))
+    assert made.predicted is not None
     elapsed_s = time.perf_counter() - begin
-    predicted = predict(made, cost, rank_speed=problem.rank_speed, planning_time_s=elapsed_s)
-    return replace(made, predicted=predicted), origin
+    return replace(made, predicted=replace(made.predicted, planning_time_s=elapsed_s)), origin

@@ -37,6 +37,12 @@ OFFLOAD_CAP = 1.5
 LEAST_PIECE_TOKENS = 64
 """Widening never makes pieces smaller than this: below it real kernels gain nothing, whatever coefficients say."""
 
+WIDEN_SLACK = 0.002
+"""Widening that cannot meet a target stops this close to the least time: the last ranks gain next to nothing."""
+
+_LOOK_AHEAD = 4.0
+"""The fastest degrees are searched for all sequences that a target so many times narrower would ask for."""
+
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 
 BINDS_SHORT, BINDS_MEMORY, BINDS_COPY, BINDS_CAP, BINDS_RANKS = range(5)
@@ -231,33 +237,51 @@ def power_of_two(degree: IntArray, hdp_size: int) -> IntArray:
     return np.minimum(hdp_size, np.exp2(np.ceil(np.log2(degree))).astype(np.int64))
 
 
-def widen(problem: Problem, degree: IntArray, target_s: float, slack: float = 0.002) -> IntArray:
+def widen(problem: Problem, degree: IntArray, target_s: float) -> IntArray:
     """Raise degrees until each sequence takes at most `target_s`, or where that cannot be, until it falls no more.
 
-    A sequence that cannot meet the target stops at the fewest ranks within `slack` of its least time.
+    A sequence that cannot meet the target stops at the fewest ranks within `WIDEN_SLACK` of its least time.
     """
-    lengths = problem.lengths
-    ratio = ratio_at(problem, lengths, degree)
-    rows = np.flatnonzero(stage_time_s(problem, lengths, degree, ratio) > target_s)
-    if not len(rows):
-        return degree
-    s, low = lengths[rows], degree[rows]
+    return Widening(problem, degree).to(target_s)
 
-    def time_at(d: IntArray) -> FloatArray:
-        return stage_time_s(problem, s, d, ratio_at(problem, s, d))
 
-    widest = np.minimum(problem.hdp_size, np.maximum(low, s // LEAST_PIECE_TOKENS))
-    fastest = _fastest_degree(time_at, low, widest)
-    goal = np.maximum(target_s, time_at(fastest) * (1 + slack))
-    high = fastest.copy()
-    while np.any(low < high):
-        middle = (low + high) // 2
-        enough = time_at(middle) <= goal
-        high = np.where(enough, middle, high)
-        low = np.where(enough, low, np.minimum(middle + 1, high))
-    widened = degree.copy()
-    widened[rows] = high
-    return widened
+class Widening:
+    """`widen` of one problem and its degrees for many targets: the fastest degree of a sequence is searched once."""
+
+    def __init__(self, problem: Problem, degree: IntArray) -> None:
+        self._problem, self._degree = problem, degree
+        self._time_s = self._time_at(np.arange(len(degree)), degree)
+        self._fastest = np.zeros_like(degree)  # 0 where no target has asked for it yet
+        self._least_s = np.zeros(len(degree))
+
+    def to(self, target_s: float) -> IntArray:
+        """The degrees at which sequences take at most `target_s`, see `widen`."""
+        rows = np.flatnonzero(self._time_s > target_s)
+        if not len(rows):
+            return self._degree
+        if np.any(self._fastest[rows] == 0):
+            # Narrower targets follow as a rule: a search costs as much for a few sequences as for many.
+            self._find_fastest(np.flatnonzero((self._time_s > target_s / _LOOK_AHEAD) & (self._fastest == 0)))
+        low, high = self._degree[rows], self._fastest[rows]
+        goal = np.maximum(target_s, self._least_s[rows] * (1 + WIDEN_SLACK))
+        while np.any(low < high):
+            middle = (low + high) // 2
+            enough = self._time_at(rows, middle) <= goal
+            high = np.where(enough, middle, high)
+            low = np.where(enough, low, np.minimum(middle + 1, high))
+        widened = self._degree.copy()
+        widened[rows] = high
+        return widened
+
+    def _find_fastest(self, rows: IntArray) -> None:
+        low = self._degree[rows]
+        widest = np.minimum(self._problem.hdp_size, np.maximum(low, self._problem.lengths[rows] // LEAST_PIECE_TOKENS))
+        self._fastest[rows] = _fastest_degree(lambda degree: self._time_at(rows, degree), low, widest)
+        self._least_s[rows] = self._time_at(rows, self._fastest[rows])
+
+    def _time_at(self, rows: IntArray, degree: IntArray) -> FloatArray:
+        lengths = self._problem.lengths[rows]
+        return stage_time_s(self._problem, lengths, degree, ratio_at(self._problem, lengths, degree))
 
 
 def _fastest_degree(time_at: Callable[[IntArray], FloatArray], low: IntArray, widest: IntArray) -> IntArray:
@@ -265,7 +289,8 @@ def _fastest_degree(time_at: Callable[[IntArray], FloatArray], low: IntArray, wi
     left, right = low.copy(), widest.copy()
     while np.any(left < right):
         middle = (left + right) // 2
-        falling = time_at(np.minimum(middle + 1, widest)) < time_at(middle)
+        time_s = time_at(np.stack([middle, np.minimum(middle + 1, widest)]))
+        falling = time_s[1] < time_s[0]
         left = np.where(falling & (left < right), np.minimum(middle + 1, right), left)
         right = np.where(falling, right, np.maximum(middle, left))
     return left

@@ -27,6 +27,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 _FIT_TRIES = 4
+_LOOK_AHEAD = 8
 
 
 @dataclass(frozen=True)
@@ -118,18 +119,27 @@ def _spend_spare_ranks(
     spare = problem.hdp_size - int(degree[wave].sum())
     heap = [(-time, g) for time, g in zip(time_s[wave].tolist(), wave.tolist(), strict=True)]
     heapq.heapify(heap)
+    wider_s: dict[int, list[float]] = {}  # per group the times at its next degrees, the nearest last
     while spare > 0 and heap:
         slowest, g = heapq.heappop(heap)
-        rows = by_group[begin[g] : begin[g + 1]]
-        lengths = problem.lengths[rows]
-        one = np.zeros(len(rows), dtype=np.int64)
-        wider = float(group_time_s(problem, lengths, one, degree[g : g + 1] + 1, problem.fixed_ratio)[0])
+        if not wider_s.get(g):
+            rows = by_group[begin[g] : begin[g + 1]]
+            wider_s[g] = _times_at_next(problem, problem.lengths[rows], int(degree[g]), min(spare, _LOOK_AHEAD))
+        wider = wider_s[g].pop()
         if wider >= -slowest:
             return
         degree[g] += 1
         time_s[g] = wider
         spare -= 1
         heapq.heappush(heap, (-wider, g))
+
+
+def _times_at_next(problem: Problem, lengths: IntArray, degree: int, num: int) -> list[float]:
+    """Times of a group at `num` degrees above its own, the nearest last."""
+    degrees = degree + np.arange(num, 0, -1)
+    group = np.repeat(np.arange(num), len(lengths))
+    times: list[float] = group_time_s(problem, np.tile(lengths, num), group, degrees, problem.fixed_ratio).tolist()
+    return times
 
 
 def _place_waves(

@@ -122,7 +122,7 @@ def _buckets(rows: list[int], values: list[int], need: list[int]) -> list[deque[
 def _fill_round(rows: list[int], values: list[int], need: list[int], hdp_size: int) -> tuple[list[RankSet], list[int]]:
     buckets = _buckets(rows, values, need)
     sets: list[RankSet] = []
-    loads = np.zeros(hdp_size)
+    largest = 0.0
     by_size: dict[int, list[tuple[float, int]]] = {}
     free = hdp_size
     first_need: int | None = None
@@ -143,12 +143,12 @@ def _fill_round(rows: list[int], values: list[int], need: list[int], hdp_size: i
             at = heapq.heappop(by_size[size])[1]
         sets[at].sequences.append(i)
         sets[at].load += cost
-        loads[at] = sets[at].load
+        largest = max(largest, sets[at].load)
         heapq.heappush(by_size.setdefault(size, []), (sets[at].load, at))
         while buckets and not buckets[0]:
             buckets.pop(0)
         may_close |= size < first_need
-        if may_close and buckets and not free and _balanced(loads[: len(sets)]):
+        if may_close and buckets and not free and _balanced(largest, by_size):
             break
     left = [i for bucket in buckets for i in bucket]
     _trim(sets, left, values, free)
@@ -156,26 +156,29 @@ def _fill_round(rows: list[int], values: list[int], need: list[int], hdp_size: i
     return sets, left
 
 
-def _balanced(loads: npt.NDArray[np.float64]) -> bool:
-    return bool(loads.max() - loads.min() <= BALANCE_SLACK * loads.max())
+def _balanced(largest: float, by_size: dict[int, list[tuple[float, int]]]) -> bool:
+    """Every set is in the heap of its size, so the least load is at the head of a heap."""
+    least = min(heap[0][0] for heap in by_size.values())
+    return largest - least <= BALANCE_SLACK * largest
 
 
 def _trim(sets: list[RankSet], left: list[int], values: list[int], free: int) -> None:
     """Take back the last sequence of the busiest set while that narrows the spread; not while ranks are empty."""
     if free:
         return
+    loads = [rank_set.load for rank_set in sets]
     while True:
-        loads = np.array([s.load for s in sets])
-        busiest = sets[int(loads.argmax())]
-        spread_before = float(loads.max() - loads.min())
-        if spread_before <= BALANCE_SLACK * float(loads.max()) or len(busiest.sequences) <= 1:
+        largest, least = max(loads), min(loads)
+        at = loads.index(largest)
+        busiest = sets[at]
+        if largest - least <= BALANCE_SLACK * largest or len(busiest.sequences) <= 1:
             return
         i = busiest.sequences[-1]
-        loads[int(loads.argmax())] -= values[i] ** 2 / busiest.size
-        if float(loads.max() - loads.min()) >= spread_before:
+        loads[at] -= values[i] ** 2 / busiest.size
+        if max(loads) - min(loads) >= largest - least:
             return
         busiest.sequences.pop()
-        busiest.load -= values[i] ** 2 / busiest.size
+        busiest.load = loads[at]
         left.append(i)
 
 

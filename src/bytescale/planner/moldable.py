@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bytescale.planner.degree import ratio_at, stage_time_s, widen
+from bytescale.planner.degree import Widening, ratio_at, stage_time_s
 from bytescale.planner.problem import Problem
 
 IntArray = npt.NDArray[np.int64]
@@ -45,14 +45,14 @@ class Placement:
     gaps_s: float = 0.0
 
 
-def multifit(problem: Problem, least: IntArray, low_s: float, high_s: float, num_guesses: int) -> Placement | None:
+def multifit(problem: Problem, widening: Widening, low_s: float, high_s: float, num_guesses: int) -> Placement | None:
     """Smallest makespan found between `low_s` and `high_s`; None if nothing below `high_s` works."""
     best: Placement | None = None
     # Few guesses must not be wasted on what cannot work; a wide bracket is closed from below, where success is likely.
     share = 0.5 if num_guesses > 2 else 0.75
     for _ in range(num_guesses):
         guess = low_s + share * (high_s - low_s) if best is not None or high_s < 1.3 * low_s else low_s * 1.1
-        placed = pack_under(problem, least, guess)
+        placed = pack_under(problem, widening, guess)
         if placed is None:
             low_s = guess
         else:
@@ -62,25 +62,26 @@ def multifit(problem: Problem, least: IntArray, low_s: float, high_s: float, num
     return best
 
 
-def degree_options(problem: Problem, least: IntArray, guess_s: float) -> tuple[IntArray, FloatArray]:
+def degree_options(problem: Problem, widening: Widening, guess_s: float) -> tuple[IntArray, FloatArray]:
     """Degrees to try for each sequence, in order, and the time at each (inf where illegal). Both [num_options, n]."""
-    base = widen(problem, least, guess_s)
+    base, lengths = widening.to(guess_s), problem.lengths
     degrees = np.stack([np.ceil(base * factor).astype(np.int64) + more for factor, more in _WIDER])
     legal = degrees <= problem.hdp_size
     if problem.num_sequences >= _MANY * problem.hdp_size:
         # With many sequences a rank the short ones fill holes whole; cutting them would only add traffic.
-        legal[1:, problem.lengths <= problem.tokens_per_rank] = False
-    degrees = np.minimum(degrees, problem.hdp_size)
-    lengths = np.broadcast_to(problem.lengths, degrees.shape)
-    ratio = ratio_at(problem, lengths, degrees)
-    legal &= ratio <= 1.0
-    time_s = stage_time_s(problem, lengths, degrees, np.minimum(ratio, 1.0))
-    return degrees, np.where(legal, time_s, np.inf)
+        legal[1:, lengths <= problem.tokens_per_rank] = False
+    option, row = np.nonzero(legal)
+    degree = degrees[option, row]
+    ratio = ratio_at(problem, lengths[row], degree)
+    taken_s = stage_time_s(problem, lengths[row], degree, np.minimum(ratio, 1.0))
+    time_s = np.full(degrees.shape, np.inf)
+    time_s[option, row] = np.where(ratio <= 1.0, taken_s, np.inf)
+    return np.minimum(degrees, problem.hdp_size), time_s
 
 
-def pack_under(problem: Problem, least: IntArray, guess_s: float) -> Placement | None:
+def pack_under(problem: Problem, widening: Widening, guess_s: float) -> Placement | None:
     """Place everything so that it ends by `guess_s`, or None."""
-    degrees, times = degree_options(problem, least, guess_s)
+    degrees, times = degree_options(problem, widening, guess_s)
     return place_under(degrees, times, guess_s, np.argsort(-times[0], kind="stable"), problem.hdp_size)
 
 
@@ -133,6 +134,12 @@ class _Ranks:
         end = bisect_right(self.loads, room_s)
         if end < degree:
             return None
+        if degree == 1:
+            begin, rank = self.loads.pop(end - 1), self.members.pop(end - 1)
+            at = bisect_right(self.loads, begin + time_s)
+            self.loads.insert(at, begin + time_s)
+            self.members.insert(at, rank)
+            return begin, [rank]
         first = end - degree
         begin = self.loads[end - 1]
         picked = self.members[first:end]

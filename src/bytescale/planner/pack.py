@@ -4,6 +4,8 @@
 another, each time with the longest sequence that still fits. Both are O(n) up to logarithms.
 """
 
+from bisect import bisect_left
+
 import numpy as np
 import numpy.typing as npt
 
@@ -59,18 +61,6 @@ def best_fit(sizes: IntArray, capacity: int) -> IntArray:
             room -= count * size[k]
             if not left[k]:
                 below[k] = k + 1
-            k = usable(max(k, _first_not_above(negative, room)))
+            k = usable(max(k, bisect_left(negative, -room)))
         number += 1
     return pack
-
-
-def _first_not_above(negative_sizes: list[int], room: int) -> int:
-    """First index with size <= room in a list of negated sizes, which ascends."""
-    low, high = 0, len(negative_sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if -negative_sizes[middle] > room:
-            low = middle + 1
-        else:
-            high = middle
-    return low

@@ -8,9 +8,11 @@ Exactness of the batches: list scheduling takes ranks in order of load as long a
 the least loaded of those just served, so whole prefixes of the sorted ranks are served at once, with the result of the
 one-by-one rule. Starts are global times, the same on all ranks of a gang: ordering ranks by them makes no cycle.
 
-Cost: O((n / R) * R log R) numpy for the batches; one numpy round a gang where gaps are used.
+Cost: O((n / R) * R log R) numpy for the batches; where gaps are used, a walk over at most `MAX_GAP_GROUPS`
+groups a gang.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,6 +95,8 @@ def _joined(parts: list[tuple[IntArray, FloatArray, FloatArray]]) -> tuple[IntAr
     )
 
 
+_GapGroup = tuple[float, list[int], list[float]]
+
 MAX_GAP_GROUPS = 128
 """Gap groups that are searched for a gang; the widest are kept."""
 
@@ -102,72 +106,66 @@ def place_gangs_in_gaps(
 ) -> GangTimeline:
     """Longest first, one by one; a gang that fits into the gaps left by an earlier one goes there, at their end.
 
-    The gaps before one gang end together; they are a group (ranks, begins) with one end. The tightest group that holds
-    the gang is taken.
+    The gaps before one gang end together; they are a group (end, ranks, widths ascending). The tightest group that
+    holds the gang is taken. Ranks are kept as lists in order of load: a gang is a prefix.
     """
-    first = np.cumsum(degree) - degree
-    start_s = np.zeros(len(degree))
-    ranks = np.zeros(int(degree.sum()), dtype=np.int64)
-    ready = np.zeros(hdp_size)
-    groups: list[tuple[float, IntArray, FloatArray]] = []  # end, ranks, widths ascending
-    closed: list[tuple[float, IntArray, FloatArray]] = []
+    start_s = [0.0] * len(degree)
+    chosen: list[list[int]] = [[]] * len(degree)
+    loads, members = [0.0] * hdp_size, list(range(hdp_size))
+    groups: list[_GapGroup] = []
+    closed: list[_GapGroup] = []
     durations, degrees = time_s.tolist(), degree.tolist()
     for g in np.argsort(-time_s, kind="stable").tolist():
         d, t = degrees[g], durations[g]
-        found = _tightest_group(groups, d, t)
-        if found is not None and speed is None:
-            end, members, widths = groups.pop(found)
-            at = int(np.searchsorted(widths, t))
-            chosen = members[at : at + d]
-            begin = end - t
-            left_widths = np.concatenate([widths[:at], widths[at + d :]])
-            left = np.concatenate([members[:at], members[at + d :]])
-            inner = widths[at : at + d] - t
-            _keep_group(groups, closed, end, left, left_widths)
-            _keep_group(groups, closed, begin, chosen, inner)
-        else:
-            chosen = np.argpartition(ready, d - 1)[:d] if d < hdp_size else np.arange(hdp_size)
-            chosen = np.sort(chosen)
-            begin = float(ready[chosen].max())
-            widths = begin - ready[chosen]
-            order = np.argsort(widths, kind="stable")
-            _keep_group(groups, closed, begin, chosen[order], widths[order])
-            ready[chosen] = begin + (t if speed is None else t / float(speed[chosen].min()))
-        start_s[g] = begin
-        ranks[first[g] : first[g] + d] = np.sort(chosen)
-    parts = [(members, end - widths, np.full(len(members), end)) for end, members, widths in [*groups, *closed]]
-    return GangTimeline(start_s, ranks, ready, *_joined(parts))
+        found = _tightest_group(groups, d, t) if speed is None else None
+        if found is not None:
+            at, (end, ranks, widths) = found[1], groups.pop(found[0])
+            chosen[g], start_s[g] = ranks[at : at + d], end - t
+            _keep_group(groups, closed, end, ranks[:at] + ranks[at + d :], widths[:at] + widths[at + d :])
+            _keep_group(groups, closed, end - t, chosen[g], [width - t for width in widths[at : at + d]])
+            continue
+        begin = loads[d - 1]
+        chosen[g], start_s[g] = members[:d], begin
+        if loads[0] < begin:
+            _keep_group(groups, closed, begin, members[d - 1 :: -1], [begin - load for load in loads[d - 1 :: -1]])
+        del loads[:d], members[:d]
+        finish = begin + (t if speed is None else t / float(speed[chosen[g]].min()))
+        at = bisect_right(loads, finish)
+        loads[at:at] = [finish] * d
+        members[at:at] = chosen[g]
+    ready = np.zeros(hdp_size)
+    ready[members] = loads
+    parts = [
+        (np.array(ranks, np.int64), end - np.array(widths), np.full(len(ranks), end))
+        for end, ranks, widths in [*groups, *closed]
+    ]
+    ranks_flat = np.array([rank for gang in chosen for rank in sorted(gang)], np.int64)
+    return GangTimeline(np.array(start_s), ranks_flat, ready, *_joined(parts))
 
 
-def _tightest_group(groups: list[tuple[float, IntArray, FloatArray]], degree: int, time_s: float) -> int | None:
+def _tightest_group(groups: list[_GapGroup], degree: int, time_s: float) -> tuple[int, int] | None:
+    """The group whose gaps exceed the gang least, and the first of its gaps to take."""
     best, best_waste = None, float("inf")
     for i, (_, _, widths) in enumerate(groups):
-        num = len(widths)
-        if num < degree or widths[-1] < time_s:
+        if len(widths) < degree or widths[-degree] < time_s:
             continue
-        at = int(np.searchsorted(widths, time_s))
-        if num - at >= degree:
-            waste = float(widths[at + degree - 1]) - time_s
-            if waste < best_waste:
-                best, best_waste = i, waste
+        at = bisect_left(widths, time_s)
+        waste = widths[at + degree - 1] - time_s
+        if waste < best_waste:
+            best, best_waste = (i, at), waste
     return best
 
 
 def _keep_group(
-    groups: list[tuple[float, IntArray, FloatArray]],
-    closed: list[tuple[float, IntArray, FloatArray]],
-    end: float,
-    members: IntArray,
-    widths: FloatArray,
+    groups: list[_GapGroup], closed: list[_GapGroup], end: float, ranks: list[int], widths: list[float]
 ) -> None:
     """Add a group without its empty gaps; when there are too many groups the narrowest is closed to gangs."""
-    some = widths > 0
-    if not some.any():
+    first = bisect_right(widths, 0.0)
+    if first == len(widths):
         return
-    groups.append((end, members[some], widths[some]))
+    groups.append((end, ranks[first:], widths[first:]))
     if len(groups) > MAX_GAP_GROUPS:
-        narrowest = min(range(len(groups)), key=lambda i: float(groups[i][2][-1]))
-        closed.append(groups.pop(narrowest))
+        closed.append(groups.pop(min(range(len(groups)), key=lambda i: groups[i][2][-1])))
 
 
 def fill_rooms(time_s: FloatArray, room_s: FloatArray, speed: FloatArray | None = None) -> tuple[IntArray, FloatArray]:

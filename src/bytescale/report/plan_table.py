@@ -104,12 +104,8 @@ def _rows(f: dict[str, Any], step: StepReason) -> list[tuple[str, str]]:
         ),
         ("attention P2P", units.size(f["attention_bytes"])),
         ("peak memory", f"{f['peak_tokens']:.0f} tokens held, {units.size(f['peak_activation_bytes'])} of activations"),
-<<<<<<< HEAD
-        ("offloading", f"{f['offloaded_sequences']} sequences" if f["offloaded_sequences"] else "none"),
-        *([("chunks", chunk_words(f))] if f["chunked_sequences"] else []),
-=======
         ("offloading", counted(f["offloaded_sequences"], "sequence") if f["offloaded_sequences"] else "none"),
->>>>>>> faces
+        *([("chunks", chunk_words(f))] if f["chunked_sequences"] else []),
         ("planned in", units.duration(f["planning_time_s"])),
     ]
 
