@@ -56,11 +56,12 @@ class _Try:
 
 
 def plan_chunked(problem: Problem, whole: StepPlan) -> StepPlan:
-    """The plan with the shortest step found, at worst that of whole sequences, which it is without a pipeline."""
+    """The plan with the shortest step found, predicted; at worst `whole`, which it is without a pipeline."""
     best = whole
     if problem.pp_size == 1:
         return replace(best, strategy="chunked")
-    whole_s = best_s = predict(best, problem.cost, rank_speed=problem.rank_speed).step_time_s
+    assert whole.predicted is not None
+    whole_s = best_s = whole.predicted.step_time_s
     at = _Try(num_leading=problem.pp_size - 1)
     size = (problem.num_sequences + problem.hdp_size) * problem.pp_size
     allowed = 5 if size > 400_000 else 12 if size > 100_000 else 40
@@ -84,7 +85,8 @@ def plan_chunked(problem: Problem, whole: StepPlan) -> StepPlan:
     made = levelled_plan(problem, _shape_at(problem, at, whole_s), "chunked", rounds=4)
     if made is not None and made.step_s < best_s:
         best = made.plan
-    return replace(best, strategy="chunked")
+    predicted = best.predicted or predict(best, problem.cost, rank_speed=problem.rank_speed)
+    return replace(best, strategy="chunked", predicted=predicted)
 
 
 def _shape_at(problem: Problem, point: _Try, whole_s: float) -> Shape:
