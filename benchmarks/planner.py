@@ -3,6 +3,7 @@
     python -m benchmarks.planner speed          # p50, p99 and memory of planning
     python -m benchmarks.planner table          # log-normal lengths, dense FLOPs: idle share, degree 1, step / bound
     python -m benchmarks.planner real           # real and generated lengths, 32M tokens, cluster `paper`
+    python -m benchmarks.planner pipelines      # planning and proving 2,048 pipelines of 8 stages, 32M tokens
     python -m benchmarks.planner alternatives   # choices the paper leaves open in hdp-balance, offloading on and off
 
 Each finishes in a minute or two on two cores and prints Markdown. Times are wall times of one process.
@@ -161,6 +162,29 @@ def real(strategy: str, num_batches: int) -> None:
     print(f"\nPlans by origin: {dict(origins)}")
 
 
+def pipelines() -> None:
+    """2,048 pipelines of 8 stages with 32M GitHub tokens: what planning and the validator's proof take."""
+    cost = preset_cost("llama-70b", "h100", tp_size=8)
+    (lengths,) = batches(length_source("github"), 1, 0, tokens=32 * 2**20)
+    header("strategy", "pieces", "operations", "step s", "plan s", "validate s", "validate CPU s")
+    for strategy in ("static", "hdp-balance", "best", "chunked"):
+        begin = time.perf_counter()
+        made, _ = plan_with_origin(
+            lengths, strategy, hdp_size=2048, tokens_per_rank=CAPACITY, cost=cost, pp_size=8, allow_blocks=True
+        )
+        plan_s = time.perf_counter() - begin
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        validate(made)
+        proof_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu_begin
+        assert made.predicted is not None
+        operations = 2 * made.pp_size * int(made.num_micro_batches().sum())
+        print(
+            f"| {strategy} | {len(made.pieces)} | {operations} | {made.predicted.step_time_s:.2f} | {plan_s:.2f} | "
+            f"{proof_s:.2f} | {cpu_s:.2f} |",
+            flush=True,
+        )
+
+
 def alternatives() -> None:
     """`hdp-balance` under other numbers of buckets and deltas, and the paper's offloading rule."""
     from bytescale.planner.balance import balance_units
@@ -212,7 +236,7 @@ def _plan_of_units(asked, degree, ratio, ranks, micro_batches):  # type: ignore[
 def main() -> None:
     """Parse the command line and run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("speed", "table", "real", "alternatives", "memory"))
+    parser.add_argument("part", choices=("speed", "table", "real", "pipelines", "alternatives", "memory"))
     parser.add_argument("arguments", nargs="*")
     parser.add_argument("--strategy", default="best")
     parser.add_argument("--batches", type=int, default=3)
@@ -225,6 +249,8 @@ def main() -> None:
         table(chosen.strategy)
     elif chosen.part == "real":
         real(chosen.strategy, chosen.batches)
+    elif chosen.part == "pipelines":
+        pipelines()
     else:
         alternatives()
 
