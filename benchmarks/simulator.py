@@ -8,7 +8,7 @@ counts. The ratio of a batch is that of its two step times.
 Wall time needs two idle cores. With `--cpu-time` a step counts the CPU time of the busiest rank's computing thread,
 which other processes disturb little, against the busiest rank's predicted own time: waiting is in neither.
 
-python -m benchmarks.simulator             about three minutes on two idle cores
+python -m benchmarks.simulator             about fifteen minutes on two idle cores
 """
 
 import argparse
