@@ -3,7 +3,7 @@
     python -m benchmarks.planner speed          # p50, p99 and memory of planning
     python -m benchmarks.planner table          # log-normal lengths, dense FLOPs: idle share, degree 1, step / bound
     python -m benchmarks.planner real           # real and generated lengths, 32M tokens, cluster `paper`
-    python -m benchmarks.planner pipelines      # planning and proving 2,048 pipelines of 8 stages, 32M tokens
+    python -m benchmarks.planner pipelines      # four stages: step / bound of all; 2,048 x 8: planning and proof
     python -m benchmarks.planner alternatives   # choices the paper leaves open in hdp-balance, offloading on and off
 
 Each finishes in a minute or two on two cores and prints Markdown. Times are wall times of one process.
@@ -163,6 +163,25 @@ def real(strategy: str, num_batches: int) -> None:
 
 
 def pipelines() -> None:
+    """Step / bound of every strategy in pipelines of four stages, 8M tokens."""
+    names = ("static", "megatron-dynamic", "hdp-balance", "flexible-cp", "best", "chunked")
+    header("model, ranks, lengths", *names)
+    for model, ranks, tp_size in (("llama-70b", 64, 8), ("mistral-8x7b", 128, 4)):
+        cost = preset_cost(model, "paper", tp_size=tp_size)
+        for source in ("github", "byted", "wikipedia"):
+            (lengths,) = batches(length_source(source), 1, 0, tokens=8 * 2**20)
+            lengths = np.minimum(lengths, ranks * CAPACITY)
+            plans = (
+                plan_with_origin(lengths, name, hdp_size=ranks, tokens_per_rank=CAPACITY, cost=cost, pp_size=4)[0]
+                for name in names
+            )
+            row = " | ".join(f"{gap(made):.2f}" for made in plans)
+            print(f"| {model}, {ranks}, {source} | {row} |", flush=True)
+    print()
+    large_pipelines()
+
+
+def large_pipelines() -> None:
     """2,048 pipelines of 8 stages with 32M GitHub tokens: what planning and the validator's proof take."""
     cost = preset_cost("llama-70b", "h100", tp_size=8)
     (lengths,) = batches(length_source("github"), 1, 0, tokens=32 * 2**20)
