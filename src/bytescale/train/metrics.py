@@ -43,6 +43,7 @@ class StepMetrics:
     num_micro_batches_max: int
     imbalance: float
     cp_degree_max: int
+    chunks_max: int
     comm_bytes: int
     peak_memory_bytes: int
     plan_time_s: float
@@ -93,6 +94,7 @@ def gather_metrics(
         num_micro_batches_max=int(counts.max()),
         imbalance=float(busy_s.max() / busy_s.mean()),
         cp_degree_max=int(data.plan.sequence_degrees().max()),
+        chunks_max=int(data.plan.sequence_chunks().max()),
         comm_bytes=int(bytes_sent.sum()),
         peak_memory_bytes=int(peak.max()),
         plan_time_s=data.plan_time_s,
