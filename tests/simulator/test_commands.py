@@ -102,9 +102,9 @@ def test_a_profile_brings_its_own_model(tmp_path: Path, capsys: pytest.CaptureFi
 def _mfu_cell(output: str) -> str:
     """What stands below the end of "MFU"; the table aligns it to the right."""
     lines = [line for line in output.splitlines() if line.strip()]
-    header = next(number for number, line in enumerate(lines) if "MFU" in line)
-    end = lines[header].index("MFU") + 3
-    return lines[header + 2][end - 6 : end]
+    header = next(line for line in lines if "MFU" in line)
+    end = header.index("MFU") + 3
+    return lines[-1][end - 5 : end]
 
 
 def test_counted_flops_have_no_utilisation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +163,9 @@ def test_the_longest_context(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "PLAN", "--cluster", "h1000"], "unknown cluster 'h1000'; did you mean 'h100'?"),
         (["simulate", "PLAN", "--model", "lama-7b"], "unknown model 'lama-7b'; did you mean 'llama-7b'?"),
         (["simulate", "PLAN", "--trace-ranks", "a"], "--trace-ranks is 'a'; it is a list such as 0-3,8"),
+        (["simulate", "PLAN", "--trace-ranks", "3-0"], "--trace-ranks is '3-0'; it is a list such as 0-3,8"),
+        (["simulate", "PLAN", "--trace-ranks", "0"], "--trace-ranks chooses ranks of --trace and --plot"),
+        (["simulate", "PLAN", "--trace-ranks", "8,9", "--trace", "t.json"], "no rank of the plan; its ranks are 0-7"),
         (["simulate", "missing.json"], "cannot read plan missing.json"),
         (["simulate", "--lengths", "EMPTY", "--ranks", "4"], "holds no lengths"),
         (["simulate", "--ranks", "4"], "--lengths is missing"),
