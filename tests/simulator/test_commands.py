@@ -52,6 +52,14 @@ def test_bare_simulation_gives_the_predicted_step(plan_file: Path, capsys: pytes
     assert sum(value["shares"].values()) == pytest.approx(1.0)
 
 
+def test_a_plan_made_for_another_machine_is_said(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(plan_file)]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["simulate", str(plan_file), "--tp-size", "2"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the plan was predicted to take" in line and "on llama-7b on h100, tp 2: it was made with another" in line
+
+
 def test_overheads_make_a_step_longer(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value = printed(capsys, "simulate", str(plan_file), "--update-ms", "500")
     assert isinstance(value, dict)

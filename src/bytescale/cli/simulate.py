@@ -17,6 +17,7 @@ from bytescale.errors import UserError, counted
 from bytescale.plan import StepPlan
 from bytescale.planfile import prediction_to_dict, read_plan
 from bytescale.planner import plan_with_origin
+from bytescale.report import units
 from bytescale.report.simulation import context_table, draw_timeline, simulation_table
 from bytescale.simulator import (
     SimulatedStep,
@@ -74,7 +75,9 @@ def simulate_command(
         raise UserError("--trace-ranks chooses ranks of --trace and --plot: give one of them")
     machine, rank_speed = described_machine(options), None
     if plan_file is not None:
-        plans = [(_plan_that_fits(read_plan(plan_file), machine.cost.num_layers), "")]
+        stored = _plan_that_fits(read_plan(plan_file), machine.cost.num_layers)
+        _say_if_made_for_another(stored, machine)
+        plans = [(stored, "")]
     else:
         asked = request(**options)
         plans, rank_speed = _planned(asked, strategy, num_batches), asked.relative_speed
@@ -157,6 +160,20 @@ def _plan_that_fits(plan: StepPlan, num_layers: int) -> StepPlan:
             f"{needed} a rank: choose the --model the plan was made for"
         )
     return plan
+
+
+def _say_if_made_for_another(plan: StepPlan, machine: Machine) -> None:
+    """One line where the planner predicted this plan with other costs; a plan file does not say which they were."""
+    if plan.predicted is None:
+        return
+    now_s, then_s = simulate(plan, machine.cost, StepOverheads()).step_time_s, plan.predicted.step_time_s
+    if abs(now_s - then_s) > 1e-6 * then_s:
+        click.echo(
+            f"bytescale: the plan was predicted to take {units.duration(then_s)} without overheads, and takes "
+            f"{units.duration(now_s)} on {machine.cost.name}: it was made with another --model, --cluster, --tp-size, "
+            "--profile or with --rank-speed",
+            err=True,
+        )
 
 
 def _chosen_ranks(text: str) -> list[int]:
