@@ -14,6 +14,7 @@ import math
 import tomllib
 import types
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -68,10 +69,14 @@ def load_config(path: Path, overrides: Sequence[Override] = ()) -> Config:
     return Config(**sections)
 
 
-def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]]:
+def parse_overrides(arguments: Sequence[str], options: Sequence[str] = ()) -> tuple[list[Override], list[str]]:
     """Split command-line words into overrides and the rest.
 
     `--section.key value` and `--section.key=value`, hyphens and underscores alike. The rest is returned in order.
+
+    Args:
+        arguments: the words.
+        options: other options of the command, to point to from a misspelt one.
 
     Raises:
         UserError: an option without a dot, or a word that is not valid text.
@@ -87,7 +92,8 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[str]
         name, equals, value = word[2:].partition("=")
         key = tuple(part.replace("-", "_") for part in name.split("."))
         if len(key) < 2 or not all(key):
-            raise UserError(f"unknown option --{name}; a configuration key is written --section.key value")
+            close = f"{nearest(f'--{name}', options)}; " if get_close_matches(f"--{name}", options) else ""
+            raise UserError(f"unknown option --{name}; {close}a configuration key is written --section.key value")
         text = value if equals else words.pop(0) if words and not _is_option(words[0]) else None
         try:
             (text or "").encode()

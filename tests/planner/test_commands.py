@@ -7,14 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from bytescale.cli import main
 from bytescale.cli.compare import compare
 from bytescale.cli.lengths import lengths
 from bytescale.cli.plan import plan
+from bytescale.cli.planning import TABLE_WIDTH
 from bytescale.errors import UserError
 from bytescale.planfile import read_plan
 from bytescale.planner import PIPELINE_ONLY, STRATEGIES
+from bytescale.report.plan_table import comparison_table
+from bytescale.report.simulation import simulation_table
 from bytescale.validate import validate
 
 BATCH = ("--lengths", "wikipedia", "--batch-tokens", "256K", "--ranks", "8", "--seed", "1")
@@ -61,6 +65,51 @@ def test_explain_and_plot(tmp_path: Path) -> None:
     run(plan, *BATCH[:-4], "--ranks", "100", "--pp-size", "2", "--plot", str(tmp_path / "wide.svg"))
     run(lengths, "github", "--plot", str(tmp_path / "lengths.png"), "--batch-sequences", "1000")
     assert all(p.stat().st_size > 1000 for p in tmp_path.iterdir())
+
+
+def test_a_bound_of_whole_sequences_says_so(tmp_path: Path) -> None:
+    """Chunks of one sequence are on several stages at a time, so they may end before it could run whole."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("1000\n300000\n")
+    options = ["--lengths", str(path), "--ranks", "40", "--pp-size", "4", "--strategy", "chunked", "--explain"]
+    value = json.loads(run(plan, *options, "--json"))
+    assert value["gap"] < 1
+    text = " ".join(run(plan, *options).split())
+    assert "set by sequence 1 (300000 tokens) run whole" in text
+    assert "no plan without chunks is faster than" in text
+    assert "most of it in sequences 1, 0 waiting" in text
+
+
+def test_tables_fit_into_120_columns() -> None:
+    figures = {
+        "step_time_s": 354.0,
+        "tokens_per_s": 94_800.0,
+        "speedup": 10.0,
+        "gap": 12.6034,
+        "imbalance": 10.25,
+        "idle_share": 0.4024,
+        "degree_1_share": 0.881,
+        "attention_bytes": 2.5e15,
+        "planning_time_s": 0.713,
+        "main_loss": "exposed communication",
+        "error": "",
+    }
+    console = Console(width=300)
+    compared = comparison_table([{"strategy": name, **figures} for name in STRATEGIES], "title")
+    assert console.measure(compared).maximum <= TABLE_WIDTH
+    names = ("compute", "communication", "copy", "gang_wait", "pp_bubble", "dp_bubble", "overheads")
+    step = {
+        "sequences": 999_999,
+        "tokens": 4.19e6,
+        "simulated_step_time_s": 354.0,
+        "tokens_per_s": 4.82e6,
+        "mfu": 0.373,
+    }
+    rows = [
+        {"strategy": name, **step, "shares": dict.fromkeys(names, 0.1), "peak_memory_bytes": 7.2e10}
+        for name in STRATEGIES
+    ]
+    assert console.measure(simulation_table(rows, "title")).maximum <= TABLE_WIDTH
 
 
 def test_a_file_is_one_batch(tmp_path: Path) -> None:
@@ -141,6 +190,7 @@ BAD = [
     ([*BATCH, "--rank-speed", "/no/such"], "cannot read rank speeds"),
     ([*BATCH, "--out", "/proc/nowhere/plan.json"], "cannot write plan"),
     (["--check", "/no/such.json"], "cannot read plan"),
+    (["--check", "/no/such.json", "--ranks", "8", "--explain"], "as it stands: leave out --ranks, --explain"),
 ]
 
 

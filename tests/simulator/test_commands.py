@@ -52,6 +52,14 @@ def test_bare_simulation_gives_the_predicted_step(plan_file: Path, capsys: pytes
     assert sum(value["shares"].values()) == pytest.approx(1.0)
 
 
+def test_a_plan_made_for_another_machine_is_said(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(plan_file)]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["simulate", str(plan_file), "--tp-size", "2"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the plan was predicted to take" in line and "on llama-7b on h100, tp 2: it was made with another" in line
+
+
 def test_overheads_make_a_step_longer(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value = printed(capsys, "simulate", str(plan_file), "--update-ms", "500")
     assert isinstance(value, dict)
@@ -102,9 +110,9 @@ def test_a_profile_brings_its_own_model(tmp_path: Path, capsys: pytest.CaptureFi
 def _mfu_cell(output: str) -> str:
     """What stands below the end of "MFU"; the table aligns it to the right."""
     lines = [line for line in output.splitlines() if line.strip()]
-    header = next(number for number, line in enumerate(lines) if "MFU" in line)
-    end = lines[header].index("MFU") + 3
-    return lines[header + 2][end - 6 : end]
+    header = next(line for line in lines if "MFU" in line)
+    end = header.index("MFU") + 3
+    return lines[-1][end - 5 : end]
 
 
 def test_counted_flops_have_no_utilisation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +171,9 @@ def test_the_longest_context(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "PLAN", "--cluster", "h1000"], "unknown cluster 'h1000'; did you mean 'h100'?"),
         (["simulate", "PLAN", "--model", "lama-7b"], "unknown model 'lama-7b'; did you mean 'llama-7b'?"),
         (["simulate", "PLAN", "--trace-ranks", "a"], "--trace-ranks is 'a'; it is a list such as 0-3,8"),
+        (["simulate", "PLAN", "--trace-ranks", "3-0"], "--trace-ranks is '3-0'; it is a list such as 0-3,8"),
+        (["simulate", "PLAN", "--trace-ranks", "0"], "--trace-ranks chooses ranks of --trace and --plot"),
+        (["simulate", "PLAN", "--trace-ranks", "8,9", "--trace", "t.json"], "no rank of the plan; its ranks are 0-7"),
         (["simulate", "missing.json"], "cannot read plan missing.json"),
         (["simulate", "--lengths", "EMPTY", "--ranks", "4"], "holds no lengths"),
         (["simulate", "--ranks", "4"], "--lengths is missing"),

@@ -107,7 +107,9 @@ def test_bad_input_is_refused_before_any_rank_starts(
     cases: list[tuple[list[Any], str]] = [
         (["--train.stpes", 3], "unknown key train.stpes; did you mean 'steps'?"),
         (["--nproc", 3, "--plan.tokens_per_rank", 100], "start 6 ranks, or raise tokens_per_rank to"),
-        (["--nproc", 3, "--plan.strategy", "hdp-naiv"], "unknown strategy 'hdp-naiv'; did you mean 'hdp-naive'?"),
+        (["--nproc", 3, "--plan.strategy", "hdp-naiv"], "unknown plan.strategy 'hdp-naiv'; did you mean 'hdp-naive'?"),
+        # Before any data is read, and before what else does not fit.
+        (["--plan.strategy", "bst", "--plan.tokens_per_rank", 1], "unknown plan.strategy 'bst'; did you mean 'best'?"),
         (["--nproc", 4, "--parallel.hdp_size", 3], "= 3, but the world has 4 ranks: start 3 (--nproc 3) or change"),
         (["--nproc", 3, "--plan.strategy", "fcp"], 'the "blocks" layout, which can be planned but not trained'),
         (["--nproc", 3, "--parallel.pp_size", 3], "parallel.pp_size = 3 needs as many layers, the model has 2"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from bytescale.cli.planning import planning_options, request, wide_console
+from bytescale.cli.planning import is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
 from bytescale.planfile import read_plan, write_plan
 from bytescale.planner import STRATEGIES, plan_with_origin
@@ -42,6 +42,7 @@ def plan(
     A lengths file without --batch-tokens or --batch-sequences is one global batch as it stands.
     """
     if check is not None:
+        _check_alone()
         _check(check, as_json)
         return
     asked = request(**options)
@@ -77,6 +78,14 @@ def _written(path: Path, made: Any) -> None:
         write_plan(made, path)
     except OSError as error:
         raise UserError(f"cannot write plan {path}: {error.strerror}") from None
+
+
+def _check_alone() -> None:
+    """Refuse options that would have no effect beside `--check`."""
+    parameters = click.get_current_context().command.params
+    given = [p.opts[0] for p in parameters if p.name not in ("check", "as_json") and is_given(str(p.name))]
+    if given:
+        raise UserError(f"--check proves the plan file as it stands: leave out {', '.join(given)}")
 
 
 def _check(path: Path, as_json: bool) -> None:

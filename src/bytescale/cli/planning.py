@@ -22,6 +22,8 @@ from bytescale.planner.problem import Offload
 
 IntArray = npt.NDArray[np.int64]
 COSTS = ("dense-flops",)
+TABLE_WIDTH = 120
+"""Terminals of this many columns show every table whole; in narrower ones the terminal folds the lines."""
 
 
 class TokenCount(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
@@ -119,9 +121,15 @@ _OPTIONS = (
 
 
 def wide_console() -> Console:
-    """A console that does not fold tables when its output is piped or a terminal is narrow."""
+    """A console that neither folds nor cuts tables when its output is piped or a terminal is narrow."""
     console = Console()
-    return console if console.is_terminal and console.width >= 120 else Console(width=160)
+    return console if console.is_terminal and console.width >= TABLE_WIDTH else Console(width=160)
+
+
+def is_given(name: str) -> bool:
+    """Whether the option stands on the command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def planning_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,13 +47,15 @@ def profile(
     Writes FILE and a page beside it that shows the points against the fit. Use it with plan.profile in a run, or with
     --profile where a command takes it.
     """
-    overrides, rest = parse_overrides(arguments)
+    overrides, rest = parse_overrides(arguments, ("--out", "--max-length", "--rounds", "--nproc", "--json"))
     if len(rest) != 1:
         raise UserError(f"one configuration file is needed, {len(rest)} are given" + "".join(f" {w}" for w in rest[:3]))
     if rounds < 1 or nproc < 2:
         raise UserError("--rounds must be at least 1, --nproc at least 2: a link has two ends")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
+    if out.is_dir():
+        raise UserError(f"--out {out} is a directory; name a file in it, such as {out / 'profile.json'}")
     if find_spec("torch") is None:
         raise UserError("profiling needs torch: pip install 'bytescale[train]'")
     config = load_config(Path(rest[0]), overrides)

@@ -12,11 +12,12 @@ from typing import Any
 import click
 
 from bytescale.cli.machine import Machine, described_machine, misfit
-from bytescale.cli.planning import Request, planning_options, request, wide_console
+from bytescale.cli.planning import Request, is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
 from bytescale.plan import StepPlan
 from bytescale.planfile import prediction_to_dict, read_plan
 from bytescale.planner import plan_with_origin
+from bytescale.report import units
 from bytescale.report.simulation import context_table, draw_timeline, simulation_table
 from bytescale.simulator import (
     SimulatedStep,
@@ -70,9 +71,13 @@ def simulate_command(
         _longest(options, as_json)
         return
     chosen = _chosen_ranks(trace_ranks)
+    if is_given("trace_ranks") and trace is None and plot is None:
+        raise UserError("--trace-ranks chooses ranks of --trace and --plot: give one of them")
     machine, rank_speed = described_machine(options), None
     if plan_file is not None:
-        plans = [(_plan_that_fits(read_plan(plan_file), machine.cost.num_layers), "")]
+        stored = _plan_that_fits(read_plan(plan_file), machine.cost.num_layers)
+        _say_if_made_for_another(stored, machine)
+        plans = [(stored, "")]
     else:
         asked = request(**options)
         plans, rank_speed = _planned(asked, strategy, num_batches), asked.relative_speed
@@ -121,7 +126,7 @@ def _check_planned(max_length: bool) -> None:
         raise UserError("--max-length asks for no step: leave PLAN out")
     context = click.get_current_context()
     options = {option.name: option.opts[0] for option in context.command.params}
-    if given := [options[name] for name in _PLANNING_ONLY if _is_given(name)]:
+    if given := [options[name] for name in _PLANNING_ONLY if is_given(name)]:
         verb = "says" if len(given) == 1 else "say"
         raise UserError(
             f"{', '.join(given)} {verb} how to plan, and PLAN is planned already: leave out one or the other"
@@ -157,12 +162,26 @@ def _plan_that_fits(plan: StepPlan, num_layers: int) -> StepPlan:
     return plan
 
 
+def _say_if_made_for_another(plan: StepPlan, machine: Machine) -> None:
+    """One line where the planner predicted this plan with other costs; a plan file does not say which they were."""
+    if plan.predicted is None:
+        return
+    now_s, then_s = simulate(plan, machine.cost, StepOverheads()).step_time_s, plan.predicted.step_time_s
+    if abs(now_s - then_s) > 1e-6 * then_s:
+        click.echo(
+            f"bytescale: the plan was predicted to take {units.duration(then_s)} without overheads, and takes "
+            f"{units.duration(now_s)} on {machine.cost.name}: it was made with another --model, --cluster, --tp-size, "
+            "--profile or with --rank-speed",
+            err=True,
+        )
+
+
 def _chosen_ranks(text: str) -> list[int]:
     """Ranks from words such as 0-3,8."""
     ranks: list[int] = []
     for word in text.split(","):
         low, dash, high = word.strip().partition("-")
-        if not low.isdecimal() or (dash and not high.isdecimal()):
+        if not low.isdecimal() or (dash and not high.isdecimal()) or int(high or low) < int(low):
             raise UserError(f"--trace-ranks is {text!r}; it is a list such as 0-3,8")
         ranks += range(int(low), int(high or low) + 1)
     return sorted(set(ranks))
@@ -171,6 +190,8 @@ def _chosen_ranks(text: str) -> list[int]:
 def _files(step: SimulatedStep, ranks: list[int], trace: Path | None, plot: Path | None) -> None:
     if trace is None and plot is None:
         return
+    if ranks[0] >= step.plan.hdp_size:
+        raise UserError(f"--trace-ranks names no rank of the plan; its ranks are 0-{step.plan.hdp_size - 1}")
     spans = step_spans(step, [rank for rank in ranks if rank < step.plan.hdp_size])
     if trace is not None:
         try:
@@ -181,19 +202,13 @@ def _files(step: SimulatedStep, ranks: list[int], trace: Path | None, plot: Path
         draw_timeline(spans, plot)
 
 
-def _is_given(name: str) -> bool:
-    """Whether the option stands on the command line."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def _longest(options: dict[str, Any], as_json: bool) -> None:
     if options["ranks"] is None:
         raise UserError("--ranks is missing: the number of HDP ranks")
     for name in ("ranks", "pp_size", "tp_size"):
         if options[name] < 1:
             raise UserError(f"--{name.replace('_', '-')} is {options[name]}; it must be at least 1")
-    machine, explicit = described_machine(options), _is_given("tokens_per_rank")
+    machine, explicit = described_machine(options), is_given("tokens_per_rank")
     if machine.memory_bytes is None and not explicit:
         raise UserError("--max-length on a machine without GPUs needs --tokens-per-rank: its memory is not known")
     limits = context_limits(

@@ -32,7 +32,7 @@ def train(nproc: int | None, arguments: tuple[str, ...]) -> int:
     Any configuration key can be overridden: --train.steps 20, --plan.tokens-per-rank=4096, --model.config.hidden_size
     64. Under torchrun, call it as `torchrun ... -m bytescale train CONFIG`.
     """
-    overrides, rest = parse_overrides(arguments)
+    overrides, rest = parse_overrides(arguments, ("--nproc",))
     if len(rest) != 1:
         raise UserError(f"one configuration file is needed, {len(rest)} are given" + "".join(f" {w}" for w in rest[:3]))
     config = load_config(Path(rest[0]), overrides)

@@ -123,6 +123,14 @@ def _legend(axes: Any, plan: StepPlan) -> None:
     axes.legend(handles=handles, title="cp_degree", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
+def _power_words(exponent: int) -> str:
+    """2^exponent in as few letters as an axis has room for: 512, 64K, 2M."""
+    for letter, of in (("G", 30), ("M", 20), ("K", 10)):
+        if exponent >= of:
+            return f"{2 ** (exponent - of)}{letter}"
+    return str(2**exponent)
+
+
 def draw_lengths(lengths: IntArray, name: str, path: Path) -> None:
     """Share of sequences and of tokens by power of two, as bars.
 
@@ -142,7 +150,7 @@ def draw_lengths(lengths: IntArray, name: str, path: Path) -> None:
     axes = figure.add_subplot()
     axes.bar(np.arange(len(edges)) - 0.2, 100 * sequences, width=0.4, label="sequences", color=_COLOURS[0])
     axes.bar(np.arange(len(edges)) + 0.2, 100 * tokens, width=0.4, label="tokens", color=_COLOURS[4])
-    axes.set_xticks(np.arange(len(edges)), [f"{2**e / 1024:g}K" if e >= 10 else str(2**e) for e in edges.tolist()])
+    axes.set_xticks(np.arange(len(edges)), [_power_words(e) for e in edges.tolist()])
     axes.set_xlabel("length up to")
     axes.set_ylabel("per cent")
     axes.set_title(

@@ -81,7 +81,9 @@ def _rows(f: dict[str, Any], step: StepReason) -> list[tuple[str, str]]:
     shape = f"{f['hdp_size']} hdp" + (f" x {f['pp_size']} pp" if f["pp_size"] > 1 else "")
     shape += f" x {f['tp_size']} tp = {f['world_size']}" if f["tp_size"] > 1 or f["pp_size"] > 1 else ""
     made_by = "" if f["origin"] == f["strategy"] else f" (made by {f['origin']})"
-    bound_words = f"sequence {step.longest} ({step.longest_length} tokens)" if step.bound_by != "work" else "total work"
+    whole = " run whole" if f["pp_size"] > 1 else ""  # chunks may end sooner: they are on several stages at a time
+    longest_words = f"sequence {step.longest} ({step.longest_length} tokens){whole}"
+    bound_words = longest_words if step.bound_by != "work" else "total work"
     return [
         ("strategy", f"{f['strategy']}{made_by}"),
         ("cost model", f"{f['cost']} ({f['cost_source']})"),
@@ -103,7 +105,10 @@ def _rows(f: dict[str, Any], step: StepReason) -> list[tuple[str, str]]:
             f"{units.duration(step.waiting_s)}",
         ),
         ("attention P2P", units.size(f["attention_bytes"])),
-        ("peak memory", f"{f['peak_tokens']:.0f} tokens held, {units.size(f['peak_activation_bytes'])} of activations"),
+        (
+            "largest micro-batch",
+            f"{f['peak_tokens']:.0f} tokens held, {units.size(f['peak_activation_bytes'])} of activations",
+        ),
         ("offloading", counted(f["offloaded_sequences"], "sequence") if f["offloaded_sequences"] else "none"),
         *([("chunks", chunk_words(f))] if f["chunked_sequences"] else []),
         ("planned in", units.duration(f["planning_time_s"])),
@@ -143,15 +148,17 @@ def explanation_table(reasons: Sequence[SequenceReason]) -> Table:
 
 def explanation_lines(step: StepReason, figures: dict[str, Any]) -> list[str]:
     """What bounds the step, in sentences."""
+    first = list(dict.fromkeys(step.first_sequences))  # several chunks of one sequence name it once
     lines = [
-        f"rank {step.busiest_rank} bounds the step: {units.duration(step.busiest_s)} of work, most of it in sequences "
-        f"{', '.join(map(str, step.first_sequences))}",
+        f"rank {step.busiest_rank} bounds the step: {units.duration(step.busiest_s)} of work, most of it in "
+        f"sequence{'s' if len(first) > 1 else ''} {', '.join(map(str, first))}",
         f"waiting beyond that: {units.duration(step.waiting_s)}",
     ]
     if step.bound_by == "longest sequence":
+        plans, whole = ("no plan without chunks", ", run whole") if figures["pp_size"] > 1 else ("no plan", "")
         lines.append(
-            f"no plan is faster than {units.duration(figures['lower_bound_s'])}: the longest sequence "
-            f"({step.longest}, {step.longest_length} tokens) takes that at any degree"
+            f"{plans} is faster than {units.duration(figures['lower_bound_s'])}: the longest sequence "
+            f"({step.longest}, {step.longest_length} tokens) takes that at any degree{whole}"
         )
     else:
         lines.append(f"no plan is faster than {units.duration(figures['lower_bound_s'])}: total work over all ranks")
@@ -160,9 +167,12 @@ def explanation_lines(step: StepReason, figures: dict[str, Any]) -> list[str]:
 
 def comparison_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """Strategies side by side, means over the batches; those that cannot plan are left to `comparison_notes`."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
     table.add_column("strategy", no_wrap=True)
-    for name in ("step", "tokens/s", "speedup", "step/bound", "imbalance", "idle", "degree 1", "P2P", "planned in"):
+    for name in (
+        *("step", "tokens/s", "speedup", "step/\nbound", "imbalance", "idle"),
+        *("degree\n1", "P2P", "planned\nin"),
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("loses most to", no_wrap=True)
     for row in rows:

@@ -7,7 +7,7 @@ thinned to the longest.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.table import Table
@@ -43,10 +43,13 @@ _SHARES = (
     ("overheads", "fixed"),
 )
 
+_NARROW = {"exposed communication": "exposed comms", "tokens/s": "tokens /s"}
+"""Headers that are shortened, so that any strategy and step time fits into 120 columns."""
+
 
 def simulation_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """One line a batch: step, throughput, where the time of the mean rank goes, memory."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
     columns = [
         "plan",
         "sequences",
@@ -58,7 +61,8 @@ def simulation_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         "peak memory",
     ]
     for name in columns:
-        table.add_column(name, justify="left" if name == "plan" else "right")
+        justify: Literal["left", "right"] = "left" if name == "plan" else "right"
+        table.add_column(_NARROW.get(name, name).replace(" ", "\n"), justify=justify, no_wrap=True)
     for row in rows:
         shares = row["shares"]
         table.add_row(
@@ -67,8 +71,8 @@ def simulation_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             units.count(row["tokens"]),
             units.duration(row["simulated_step_time_s"]),
             units.count(row["tokens_per_s"]),
-            "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %",
-            *(f"{100 * shares[key]:.1f} %" for key, _ in _SHARES),
+            "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            *(f"{shares[key]:.1%}" for key, _ in _SHARES),
             units.size(row["peak_memory_bytes"]),
         )
     return table

@@ -17,9 +17,9 @@ from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec,
 from bytescale.cost.predict import stage_layers
 from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
 from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
-from bytescale.errors import UserError, counted
+from bytescale.errors import UserError, counted, nearest
 from bytescale.plan import StepPlan
-from bytescale.planner import plan
+from bytescale.planner import STRATEGIES, plan
 from bytescale.planner.problem import capacity_tokens
 from bytescale.runtime.model_config import load_config, model_shape
 from bytescale.runtime.stages import layer_ranges
@@ -156,6 +156,8 @@ def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) 
 
 
 def _check_supported(config: Config) -> None:
+    if config.plan.strategy not in STRATEGIES:
+        raise UserError(f"unknown plan.strategy {config.plan.strategy!r}; {nearest(config.plan.strategy, STRATEGIES)}")
     if config.parallel.tp_size != 1:
         raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
 
