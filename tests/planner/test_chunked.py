@@ -66,6 +66,13 @@ def test_without_a_pipeline_it_is_the_plan_of_best() -> None:
     assert plan_to_dict(chunked)["pieces"] == plan_to_dict(best)["pieces"]
 
 
+def test_a_sequence_that_fits_only_offloaded_stays_whole() -> None:
+    """Chunks are not offloaded by choice: the plan is that of `best`, not one that does not fit."""
+    step = plan([9596], "chunked", hdp_size=1, tokens_per_rank=4798, cost=COST, pp_size=2, offload="auto")
+    validate(step)
+    assert step.layout == "zigzag"
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=40),
