@@ -64,7 +64,8 @@ class Prediction:
 
     Attributes:
         step_time_s: makespan of the step, waiting for gang members included.
-        lower_bound_s: max(total degree-1 compute / hdp_size, least time of the most expensive sequence at any degree).
+        lower_bound_s: max(total degree-1 compute / hdp_size, least time of the most expensive sequence at any degree,
+            with a pipeline its share of one stage).
         rank_time_s: compute plus exposed communication of each rank, waiting excluded. Shape [hdp_size].
         imbalance: maximum of `rank_time_s` over its mean; idle ranks count as 0.
         planning_time_s: wall time that making the plan took.

@@ -15,7 +15,7 @@ from bytescale.layout import piece_positions
 from bytescale.plan import StepPlan, step_plan
 from bytescale.planfile import plan_from_dict, plan_to_dict
 from bytescale.planner import plan
-from bytescale.planner.explain import explain_sequences
+from bytescale.planner.explain import explain_sequences, explain_step
 from bytescale.schedule import BACKWARD, FORWARD, one_f_one_b, unit_sizes_of
 from bytescale.simulator import simulate
 from bytescale.validate import PlanError, in_flight_tokens, validate
@@ -57,6 +57,15 @@ def test_long_sequences_run_in_chunks_and_the_step_is_shorter() -> None:
     assert step.predicted.step_time_s < 0.95 * whole.predicted.step_time_s
     validate(step)
     assert "chunks on" in explain_sequences(step, COST, 1)[0].reason
+    named = explain_step(step, COST).first_sequences
+    assert len(set(named)) == len(named)
+
+
+def test_chunks_do_not_beat_the_lower_bound() -> None:
+    """Two long sequences, each in all stages at once."""
+    step = made([100_000, 100_000, 300, 5], hdp_size=13)
+    assert step.layout == "chunks" and step.predicted is not None
+    assert step.predicted.lower_bound_s <= step.predicted.step_time_s
 
 
 def test_without_a_pipeline_it_is_the_plan_of_best() -> None:

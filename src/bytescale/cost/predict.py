@@ -112,7 +112,10 @@ def least_time_s(cost: CostModel, length: int, hdp_size: int) -> tuple[float, in
 def lower_bound_s(
     cost: CostModel, lengths: IntArray, hdp_size: int, pp_size: int = 1, rank_speed: FloatArray | None = None
 ) -> float:
-    """No plan of these sequences on these ranks is faster."""
+    """No plan of these sequences on these ranks is faster.
+
+    A sequence in chunks is in all stages of a pipeline at once, so only its time in one stage bounds the step.
+    """
     if not len(lengths):
         return 0.0
     total_speed, top_speed = float(hdp_size), 1.0
@@ -120,7 +123,7 @@ def lower_bound_s(
         total_speed, top_speed = float(rank_speed.sum()), float(rank_speed.max())
     work = degree_one_work_s(cost, lengths, None if pp_size == 1 else -(-cost.num_layers // pp_size))
     longest, _ = least_time_s(cost, int(lengths.max()), hdp_size)
-    return max(float(work.sum()) / total_speed, longest / top_speed)
+    return max(float(work.sum()) / total_speed, longest / pp_size / top_speed)
 
 
 def rank_times_s(plan: StepPlan, times: Durations) -> FloatArray:

@@ -151,7 +151,8 @@ def explanation_lines(step: StepReason, figures: dict[str, Any]) -> list[str]:
     if step.bound_by == "longest sequence":
         lines.append(
             f"no plan is faster than {units.duration(figures['lower_bound_s'])}: the longest sequence "
-            f"({step.longest}, {step.longest_length} tokens) takes that at any degree"
+            f"({step.longest}, {step.longest_length} tokens) takes that "
+            f"{'in one stage ' if figures['pp_size'] > 1 else ''}at any degree"
         )
     else:
         lines.append(f"no plan is faster than {units.duration(figures['lower_bound_s'])}: total work over all ranks")
