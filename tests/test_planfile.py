@@ -90,6 +90,9 @@ def test_prediction_round_trip() -> None:
         ({"layout": "blocks"}, "pieces.token_begin is missing"),
         ({"predicted": {"step_time_s": "soon"}}, "predicted.step_time_s"),
         ({"predicted": 3}, "predicted must be an object"),
+        ({"predicted": CONTRACT["predicted"] | {"step_time_s": float("nan")}}, "step_time_s must be a finite"),
+        ({"predicted": CONTRACT["predicted"] | {"imbalance": 10**400}}, "predicted.imbalance must be a finite"),
+        ({"pieces": CONTRACT["pieces"] | {"rank": [0, True, 2]}}, "pieces.rank must hold numbers, not true"),
     ],
 )
 def test_broken_files_name_the_key(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -100,7 +103,7 @@ def test_broken_files_name_the_key(tmp_path: Path, change: dict[str, Any], words
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"3", b'"bytescale-plan"'])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"3", b'"bytescale-plan"', b"[" * 100_000])
 def test_foreign_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,24 @@ def test_sizes_are_at_least_one(name: str) -> None:
     plan = _base()
     with pytest.raises(PlanError, match=f"{name} is 0; it must be at least 1"):
         validate(rebuilt(plan, columns_of(plan), **{name: 0}))
+
+
+@pytest.mark.parametrize("name", ["hdp_size", "pp_size"])
+def test_sizes_beyond_any_machine_are_refused_before_anything_is_allocated(name: str) -> None:
+    plan = _base()
+    with pytest.raises(PlanError, match=f"{name} is {2**62}; plans go up to"):
+        validate(rebuilt(plan, columns_of(plan), **{name: 2**62}))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "blocks", "chunks"])
+def test_a_plan_of_nothing_is_valid_in_every_layout(layout: str) -> None:
+    columns = {"zigzag": ["cp_degree", "cp_index"], "blocks": ["token_begin", "token_end"]}
+    names = columns.get(layout, [*columns["zigzag"], *columns["blocks"]])
+    names += ["sequence", "rank", "micro_batch", "tokens", "lengths"]
+    empty: dict[str, Any] = {name: [] for name in names}
+    plan = step_plan(strategy="hand", hdp_size=2, pp_size=2, tokens_per_rank=8, num_layers=2, **empty)
+    assert plan.layout == layout
+    assert validate(plan).idle_ranks.tolist() == [0, 1]
 
 
 def test_lengths_are_at_least_one() -> None:

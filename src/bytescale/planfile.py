@@ -6,6 +6,7 @@ the file and the key. Writing goes to a temporary name and is renamed, so a file
 
 import json
 import os
+import sys
 import tempfile
 from dataclasses import fields
 from pathlib import Path
@@ -75,6 +76,8 @@ def read_plan(path: Path) -> StepPlan:
         raise UserError(f"cannot read plan {path}: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path} is not a plan file: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path} is not a plan file: it nests too deeply") from None
     try:
         return plan_from_dict(value)
     except UserError as error:
@@ -126,8 +129,8 @@ def _prediction(value: Any) -> Prediction:
 
 def _number(value: dict[str, Any], where: str, name: str) -> float:
     number = value.get(name)
-    if not isinstance(number, int | float) or isinstance(number, bool):
-        raise UserError(f"{where}{name} must be a number, not {number!r}")
+    if not isinstance(number, int | float) or isinstance(number, bool) or not abs(number) <= sys.float_info.max:
+        raise UserError(f"{where}{name} must be a finite number, not {number!r}")
     return float(number)
 
 
@@ -163,6 +166,8 @@ def _array(section: dict[str, Any], where: str, name: str) -> np.ndarray[Any, np
     values = section.get(name)
     if not isinstance(values, list):
         raise UserError(f"{where}.{name} is missing or not an array")
+    if bool in set(map(type, values)):
+        raise UserError(f"{where}.{name} must hold numbers, not true or false")
     try:
         array = np.array(values)
     except (ValueError, OverflowError):

@@ -32,6 +32,10 @@ NUM_RESIDENT_LAYERS = 2
 """Layers whose activations never leave the device: the running one and the one in flight (paper, Eq. 3)."""
 
 
+MAX_RANKS = 2**22
+MAX_STAGES = 2**12
+
+
 class PlanError(UserError):
     """A plan breaks a rule; the message names the rule, the sequence and the rank."""
 
@@ -88,6 +92,9 @@ def _check_ranges(plan: StepPlan) -> None:
     for name in ("hdp_size", "pp_size", "tokens_per_rank", "num_layers"):
         if getattr(plan, name) < 1:
             raise PlanError(f"{name} is {getattr(plan, name)}; it must be at least 1")
+    for name, most in (("hdp_size", MAX_RANKS), ("pp_size", MAX_STAGES)):
+        if getattr(plan, name) > most:
+            raise PlanError(f"{name} is {getattr(plan, name)}; plans go up to {most}")
     if (i := _first(plan.lengths < 1)) is not None:
         raise PlanError(f"sequence {i} has length {plan.lengths[i]}; every length must be at least 1")
     pieces = plan.pieces
@@ -118,7 +125,7 @@ def _check_zigzag_coverage(plan: StepPlan) -> None:
     if (i := _first(np.diff(begin) == 0)) is not None:
         raise PlanError(f"sequence {i} ({plan.lengths[i]} tokens) is not placed on any rank")
     length = plan.lengths[pieces.sequence]
-    if plan.layout == "chunks":
+    if plan.layout == "chunks" and len(rows):
         begin, length = _check_chunks(plan, rows)
     counts = np.diff(begin)
     expected = np.repeat(counts, counts)
@@ -148,7 +155,7 @@ def _check_zigzag_coverage(plan: StepPlan) -> None:
             f"sequence {pieces.sequence[i]} on rank {pieces.rank[i]} says {pieces.tokens[i]} tokens; "
             f"piece {index[i]} of {degree[i]} of {length[i]} tokens has {tokens[i]}"
         )
-    if plan.layout == "chunks":
+    if plan.layout == "chunks" and len(rows):
         _check_chunk_order(plan)
 
 

@@ -15,7 +15,7 @@ from bytescale.layout import piece_positions
 from bytescale.plan import StepPlan, step_plan
 from bytescale.planfile import plan_from_dict, plan_to_dict
 from bytescale.planner import plan
-from bytescale.planner.explain import explain_sequences
+from bytescale.planner.explain import explain_sequences, explain_step
 from bytescale.schedule import BACKWARD, FORWARD, one_f_one_b, unit_sizes_of
 from bytescale.simulator import simulate
 from bytescale.validate import PlanError, in_flight_tokens, validate
@@ -57,6 +57,15 @@ def test_long_sequences_run_in_chunks_and_the_step_is_shorter() -> None:
     assert step.predicted.step_time_s < 0.95 * whole.predicted.step_time_s
     validate(step)
     assert "chunks on" in explain_sequences(step, COST, 1)[0].reason
+    named = explain_step(step, COST).first_sequences
+    assert len(set(named)) == len(named)
+
+
+def test_chunks_may_undercut_the_time_of_a_whole_sequence_but_not_that_of_one_stage() -> None:
+    """Two long sequences, each in all stages at once; the bound takes the longest as running whole."""
+    step = made([100_000, 100_000, 300, 5], hdp_size=13)
+    assert step.layout == "chunks" and step.predicted is not None
+    assert step.predicted.lower_bound_s / PP <= step.predicted.step_time_s < step.predicted.lower_bound_s
 
 
 def test_without_a_pipeline_it_is_the_plan_of_best() -> None:
@@ -64,6 +73,13 @@ def test_without_a_pipeline_it_is_the_plan_of_best() -> None:
     chunked, best = plan(LENGTHS, "chunked", **arguments), plan(LENGTHS, "best", **arguments)
     assert chunked.strategy == "chunked"
     assert plan_to_dict(chunked)["pieces"] == plan_to_dict(best)["pieces"]
+
+
+def test_a_sequence_that_fits_only_offloaded_stays_whole() -> None:
+    """Chunks are not offloaded by choice: the plan is that of `best`, not one that does not fit."""
+    step = plan([9596], "chunked", hdp_size=1, tokens_per_rank=4798, cost=COST, pp_size=2, offload="auto")
+    validate(step)
+    assert step.layout == "zigzag"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

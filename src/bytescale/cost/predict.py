@@ -112,7 +112,10 @@ def least_time_s(cost: CostModel, length: int, hdp_size: int) -> tuple[float, in
 def lower_bound_s(
     cost: CostModel, lengths: IntArray, hdp_size: int, pp_size: int = 1, rank_speed: FloatArray | None = None
 ) -> float:
-    """No plan of these sequences on these ranks is faster."""
+    """No plan that runs these sequences whole on these ranks is faster.
+
+    A sequence in chunks is in several stages of a pipeline at once and may end below its time in all of them.
+    """
     if not len(lengths):
         return 0.0
     total_speed, top_speed = float(hdp_size), 1.0

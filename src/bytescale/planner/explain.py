@@ -166,12 +166,13 @@ def explain_step(plan: StepPlan, cost: CostModel) -> StepReason:
 def _heaviest_on(plan: StepPlan, cost: CostModel, rank: int, num: int = 3) -> tuple[int, ...]:
     rows = np.flatnonzero(plan.pieces.rank == rank)
     pieces = plan.pieces
+    sequences, first, which = np.unique(pieces.sequence[rows], return_index=True, return_inverse=True)
     if pieces.cp_degree is None:
-        weight = pieces.tokens[rows].astype(np.float64)
+        weight: FloatArray = np.bincount(which, weights=pieces.tokens[rows]).astype(np.float64)
     else:
-        times = piece_times_s(cost, plan.lengths[pieces.sequence[rows]], pieces.cp_degree[rows])
+        times = piece_times_s(cost, plan.lengths[sequences], pieces.cp_degree[rows[first]])
         weight = times[0] + times[1]
-    return tuple(int(s) for s in pieces.sequence[rows[np.argsort(-weight, kind="stable")[:num]]])
+    return tuple(sequences[np.argsort(-weight, kind="stable")[:num]].tolist())
 
 
 def gang_waiting_s(plan: StepPlan, cost: CostModel) -> float:

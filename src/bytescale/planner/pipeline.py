@@ -122,19 +122,26 @@ def levelled_plan(
     plan is timed, and sequences of one rank are levelled once more with the waiting found, `rounds` times.
 
     Returns:
-        The best of the plans made; None where what it keeps does not fit.
+        The best of the plans made; None where its chunks, or what it keeps of them, do not fit.
     """
     best: LevelledPlan | None = None
     waiting_s: FloatArray | None = None
     for _ in range(rounds + 1):
         made = stacked_plan(problem, shape, strategy, waiting_s)
-        if made.layout == "chunks" and in_flight_tokens(made).max() > problem.pp_size * problem.tokens_per_rank:
+        if made.layout == "chunks" and not _fits(problem, made):
             break
         timed = _timed(problem, made)
         if best is None or timed.step_s < best.step_s * (1 - 1e-6):
             best = timed
         waiting_s = timed.waiting_s if waiting_s is None else (waiting_s + timed.waiting_s) / 2
     return best
+
+
+def _fits(problem: Problem, made: StepPlan) -> bool:
+    """Whether every piece fits alone, and what is in flight fits together; packs are never larger than they may be."""
+    if made.pieces.tokens.max() > problem.fixed_capacity:
+        return False
+    return bool(in_flight_tokens(made).max() <= problem.pp_size * problem.tokens_per_rank)
 
 
 def _timed(problem: Problem, made: StepPlan) -> LevelledPlan:

@@ -14,14 +14,13 @@ import numpy.typing as npt
 
 from bytescale.cost.model import CostModel
 from bytescale.errors import UserError, counted
-from bytescale.validate import NUM_RESIDENT_LAYERS
+from bytescale.validate import MAX_RANKS, NUM_RESIDENT_LAYERS
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 Offload = Literal["auto", "off"] | float
 
 
-MAX_RANKS = 2**22
 MAX_TOKENS = 2**48
 
 
