@@ -25,8 +25,9 @@ import numpy.typing as npt
 from bytescale.cost.predict import predict
 from bytescale.plan import StepPlan
 from bytescale.planner.degree import stage_time_s
-from bytescale.planner.pipeline import Shape, chunk_cut, kept_gradient_share, levelled_plan
+from bytescale.planner.pipeline import levelled_plan
 from bytescale.planner.problem import Problem
+from bytescale.planner.stacked import Shape, chunk_cut, kept_gradient_share
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
