@@ -150,7 +150,7 @@ def draw_lengths(lengths: IntArray, name: str, path: Path) -> None:
     axes = figure.add_subplot()
     axes.bar(np.arange(len(edges)) - 0.2, 100 * sequences, width=0.4, label="sequences", color=_COLOURS[0])
     axes.bar(np.arange(len(edges)) + 0.2, 100 * tokens, width=0.4, label="tokens", color=_COLOURS[4])
-    axes.set_xticks(np.arange(len(edges)), [_power_words(e) for e in edges.tolist()])
+    axes.set_xticks(np.arange(len(edges)), [_power_words(e) for e in edges.tolist()], fontsize=8)
     axes.set_xlabel("length up to")
     axes.set_ylabel("per cent")
     axes.set_title(
