@@ -82,7 +82,7 @@ def test_a_sequence_that_fits_only_offloaded_stays_whole() -> None:
     assert step.layout == "zigzag"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=40),
     hdp_size=st.integers(25, 40),

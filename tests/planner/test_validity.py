@@ -17,7 +17,7 @@ COSTS = {
     "paper": preset_cost("llama-7b", "paper"),
     "a100": preset_cost("llama-70b", "a100", tp_size=4),
 }
-EXAMPLES = 300
+EXAMPLES = 260
 
 
 @st.composite

@@ -29,6 +29,8 @@ ON_THE_COMMAND_LINE = [
     (4, "hdp-balance"),
     (3, "best"),
 ]
+STEPS = 8
+SHORT = ("--train.steps", STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(config_path: Path) -> Path:
     """The run directory of one process."""
     run_dir = config_path.parent / "alone"
-    done = train(config_path, "--run.dir", run_dir, "--plan.tokens-per-rank", 600)
+    done = train(config_path, "--run.dir", run_dir, "--plan.tokens-per-rank", 600, *SHORT)
     assert done.returncode == 0, done.stderr
     return run_dir
 
@@ -48,10 +50,10 @@ def alone(config_path: Path) -> Path:
 @pytest.mark.parametrize(("nproc", "strategy"), ON_THE_COMMAND_LINE)
 def test_command_line_losses_agree(config_path: Path, alone: Path, nproc: int, strategy: str) -> None:
     run_dir = config_path.parent / f"{strategy}-{nproc}"
-    done = train(config_path, "--nproc", nproc, "--run.dir", run_dir, "--plan.strategy", strategy)
+    done = train(config_path, "--nproc", nproc, "--run.dir", run_dir, "--plan.strategy", strategy, *SHORT)
     assert done.returncode == 0, done.stderr
     expected, found = metrics(alone), metrics(run_dir)
-    assert len(found) == len(expected) == 20
+    assert len(found) == len(expected) == STEPS
     assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-5)
     assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-5)
     for ours, theirs in zip(found, expected, strict=True):
@@ -69,7 +71,7 @@ def test_command_line_losses_agree(config_path: Path, alone: Path, nproc: int, s
 def test_pipelines_agree_through_the_command_line(config_path: Path, alone: Path, nproc: int, pp_size: int) -> None:
     run_dir = config_path.parent / f"pipeline-{nproc}"
     options = ["--parallel.pp_size", pp_size, "--plan.tokens_per_rank", 600 * pp_size // nproc]
-    done = train(config_path, "--nproc", nproc, "--run.dir", run_dir, *options)
+    done = train(config_path, "--nproc", nproc, "--run.dir", run_dir, *options, *SHORT)
     assert done.returncode == 0, done.stderr
     expected, found = metrics(alone), metrics(run_dir)
     assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-5)
@@ -154,7 +156,7 @@ def test_every_gradient_agrees_in_pipelines(ranks: RankPool, config_path: Path) 
 def test_every_gradient_agrees_in_chunks(ranks: RankPool, config_path: Path) -> None:
     config = with_options(load_config(config_path), layers=5)
     expected = ranks.run(1, _gradients, with_options(config, layers=5, tokens_per_rank=600), 3)[0]
-    for size, pp_size in ((2, 2), (4, 2), (4, 4), (6, 3)):
+    for size, pp_size in ((2, 2), (4, 2), (6, 3)):
         capacity = 600 if size == pp_size else 300
         options = with_options(config, layers=5, pp_size=pp_size, strategy="chunked", tokens_per_rank=capacity)
         check_gradients(ranks.run(size, _gradients, options, 3, "chunks"), expected)
