@@ -49,8 +49,9 @@ def _zigzag_tokens(plan: StepPlan) -> IntArray:
     length, degree, index = plan.lengths[pieces.sequence[rows]], degree[rows], index[rows]
     tokens = pieces.tokens[rows]
     kept = np.zeros_like(tokens)
-    if pieces.token_begin is not None and pieces.token_end is not None:
-        token_begin, length = pieces.token_begin[rows], (pieces.token_end - pieces.token_begin)[rows]
+    if plan.layout == "chunks":
+        token_begin, token_end = plan.chunk_bounds(rows)
+        length = token_end - token_begin
         new = np.concatenate([[True], (np.diff(pieces.sequence[rows]) != 0) | (np.diff(token_begin) != 0)])
         kept = _kept_tokens(pieces.sequence[rows], index, tokens)
         begin = np.append(np.flatnonzero(new), len(rows))

@@ -152,10 +152,6 @@ def _predicted_s(made: StepPlan) -> float:
     return made.predicted.step_time_s
 
 
-def _step_s(problem: Problem, candidate: StepPlan) -> float:
-    return _predicted_s(_predicted(problem, candidate))
-
-
 def _rename_ranks(problem: Problem, placement: Placement, speed: FloatArray) -> Placement:
     """Give the most loaded rank the fastest place, and so on."""
     ratio = ratio_at(problem, problem.lengths, placement.degree)

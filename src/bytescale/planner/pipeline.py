@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale.cost.makespan import makespan
-from bytescale.cost.predict import durations
+from bytescale.cost.predict import durations, rank_times_s
 from bytescale.plan import StepPlan
 from bytescale.planner.degree import least_work_degrees, power_of_two, stage_time_s, widen
 from bytescale.planner.problem import Problem
@@ -107,10 +107,9 @@ def _timed(problem: Problem, made: StepPlan) -> LevelledPlan:
     times = durations(made, problem.cost, problem.rank_speed)
     line = makespan(made, times.forward_s, times.backward_s)
     ends = line.end_s.reshape(line.gangs.num_gangs, -1).max(axis=1)[line.gangs.gang]
-    end_s, busy_s = np.zeros(made.hdp_size), np.zeros((made.hdp_size, made.pp_size))
+    end_s = np.zeros(made.hdp_size)
     np.maximum.at(end_s, line.gangs.rank, ends)
-    np.add.at(busy_s, line.gangs.rank, times.forward_s + times.backward_s)
-    return LevelledPlan(made, line.step_time_s, end_s - busy_s.max(axis=1))
+    return LevelledPlan(made, line.step_time_s, end_s - rank_times_s(made, times))
 
 
 def _degree_candidates(problem: Problem, least: IntArray) -> list[IntArray]:
