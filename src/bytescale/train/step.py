@@ -97,10 +97,12 @@ def run_step(
         offloader.begin_step()
     timeline.lap("gather", "gather")
     begin_s = time.perf_counter()
-    inputs = _stage_inputs(kernel, world, data, offloader)
+    kept = KeptKv() if data.plan.layout == "chunks" else None
+    inputs = _stage_inputs(kernel, world, data, offloader, kept)
     position = world.position(model.decoder.config.hidden_size, model.compute_dtype)
     order = rank_order(data.plan, world.hdp_rank, world.stage)
     loss_sum = run_stage(model, inputs, position, order, timeline.operation)
+    assert not kept, "every chunk lets go of its keys and values in its own backward"
     compute_s = time.perf_counter() - begin_s
     world.comm.drain()
     offloaded = offloader.end_step() if offloader is not None else OffloadReport()
@@ -129,11 +131,10 @@ def run_step(
 
 
 def _stage_inputs(
-    kernel: AttentionKernel, world: World, data: StepData, offloader: Offloader | None
+    kernel: AttentionKernel, world: World, data: StepData, offloader: Offloader | None, kept: KeptKv | None
 ) -> list[StageInput]:
     """The micro-batches of this pipeline, as this stage needs them."""
     layouts = attention_layouts(data.plan, world.hdp_rank)
-    kept = KeptKv() if data.plan.layout == "chunks" else None
     leaving = _leaving(offloader, data.plan, world.hdp_rank)
     return [
         StageInput(*_to_device(tokens, world.device), AttentionContext(layout, kernel, world.comm, kept=kept), leave)
