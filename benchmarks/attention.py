@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import on_ranks, paired, report
-from bytescale.layout import piece_tokens
-from bytescale.plan import step_plan
-from bytescale.runtime.attention import AttentionContext, distributed_attention
-from bytescale.runtime.comm import PeerToPeer
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.rings import attention_layouts, local_layout
+from bytescale.plan.step_plan import step_plan
+from bytescale.plan.zigzag import piece_tokens
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
+from bytescale.runtime.attention.work import attention_layouts, local_layout
+from bytescale.runtime.p2p import PeerToPeer
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 4, 64
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import on_ranks, report
-from bytescale.runtime.comm import PeerToPeer
+from bytescale.runtime.p2p import PeerToPeer
 
 RANKS = 4
 

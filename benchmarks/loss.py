@@ -10,8 +10,8 @@ import sys
 import torch
 
 from benchmarks.common import report, timed
-from bytescale.runtime.loss import token_loss_sum
-from bytescale.train.memory import peak_memory_bytes, reset_peak_memory
+from bytescale.runtime.model.loss import token_loss_sum
+from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
 
 TOKENS, HIDDEN, VOCAB = 8192, 512, 32000
 

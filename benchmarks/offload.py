@@ -22,16 +22,16 @@ from typing import Any
 import torch
 
 from benchmarks.common import report
-from bytescale.config import ModelConfig
-from bytescale.runtime.attention import AttentionContext
-from bytescale.runtime.comm import PeerToPeer
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.model import LossModel, build_decoder
-from bytescale.runtime.model_config import load_config
-from bytescale.runtime.offload import Offloader
-from bytescale.runtime.offload_disk import DiskTier, release_freed_memory
-from bytescale.runtime.rings import local_layout
-from bytescale.train.memory import peak_memory_bytes, reset_peak_memory
+from bytescale.config.schema import ModelConfig
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.attention.work import local_layout
+from bytescale.runtime.model.decoder import LossModel, build_decoder
+from bytescale.runtime.model.hf_config import load_config
+from bytescale.runtime.offload.disk import DiskTier, release_freed_memory
+from bytescale.runtime.offload.offloader import Offloader
+from bytescale.runtime.p2p import PeerToPeer
+from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from benchmarks.common import report
-from bytescale.config import ModelConfig
-from bytescale.runtime.attention import AttentionContext
-from bytescale.runtime.comm import PeerToPeer
-from bytescale.runtime.kernels import AttentionKernel, select_kernel
-from bytescale.runtime.model import LossModel, build_decoder
-from bytescale.runtime.model_config import load_config, model_shape
-from bytescale.runtime.offload import Offloader
-from bytescale.runtime.offload_pinned import PinnedTier
-from bytescale.runtime.profiler import Clock, measure_copies, measure_layer, two_layers
-from bytescale.runtime.rings import local_layout
+from bytescale.config.schema import ModelConfig
+from bytescale.profiler.measure import Clock, measure_copies, measure_layer, two_layers
+from bytescale.runtime.attention.kernels import AttentionKernel, select_kernel
+from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.attention.work import local_layout
+from bytescale.runtime.model.decoder import LossModel, build_decoder
+from bytescale.runtime.model.hf_config import load_config, model_shape
+from bytescale.runtime.offload.offloader import Offloader
+from bytescale.runtime.offload.pinned import PinnedTier
+from bytescale.runtime.p2p import PeerToPeer
 
 GIB = 1 << 30
 SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -17,16 +17,15 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from bytescale.arrays import IntArray
 from bytescale.cost import CostModel, dense_flops, predict, preset_cost
-from bytescale.lengths import batches, length_source
-from bytescale.plan import StepPlan
+from bytescale.lengths.source import batches, length_source
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import validate
 from bytescale.planner import plan_with_origin
 from bytescale.planner.explain import explain_step
-from bytescale.validate import validate
 
-IntArray = npt.NDArray[np.int64]
 CAPACITY = 8192
 SPEED_CASES = ((512, 64, 100), (16_384, 4_096, 5), (100_000, 16_384, 3))
 SPEED_COSTS = {"dense-flops": dense_flops(), "paper": preset_cost("llama-7b", "paper"), "h100": preset_cost()}
@@ -206,9 +205,9 @@ def large_pipelines() -> None:
 
 def alternatives() -> None:
     """`hdp-balance` under other numbers of buckets and deltas, and the paper's offloading rule."""
-    from bytescale.planner.balance import balance_units
-    from bytescale.planner.degree import paper_degrees, stage_time_s
+    from bytescale.planner.parts.degrees import paper_degrees, stage_time_s
     from bytescale.planner.problem import make_problem
+    from bytescale.planner.strategies.hdp_balance import balance_units
 
     cost = preset_cost("llama-7b", "paper")
     header("lengths", "ranks", "buckets", "delta", "step / bound")
@@ -238,7 +237,7 @@ def alternatives() -> None:
 def _plan_of_units(asked, degree, ratio, ranks, micro_batches):  # type: ignore[no-untyped-def]
     from dataclasses import replace
 
-    from bytescale.planner.assemble import plan_of_groups
+    from bytescale.planner.parts.rows import plan_of_groups
 
     made = plan_of_groups(
         asked,

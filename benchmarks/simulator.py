@@ -23,16 +23,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import on_ranks, report
-from bytescale.config import Config
-from bytescale.configfile import load_config
+from bytescale.config.schema import Config
+from bytescale.config.toml import load_config
 from bytescale.cost.profile import make_profile, profile_cost
 from bytescale.data import StepData, next_batch, read_micro_batch
 from bytescale.data.loader import LoaderState
-from bytescale.plan import StepPlan, step_plan
+from bytescale.plan.step_plan import StepPlan, step_plan
 from bytescale.planner import plan as make_plan
-from bytescale.runtime.comm import PeerToPeer
-from bytescale.runtime.kernels import select_kernel
-from bytescale.runtime.profiler import (
+from bytescale.profiler.measure import (
     Clock,
     length_grid,
     measure_activations,
@@ -42,12 +40,14 @@ from bytescale.runtime.profiler import (
     measure_link,
     two_layers,
 )
-from bytescale.runtime.states import shard_model
+from bytescale.runtime.attention.kernels import select_kernel
+from bytescale.runtime.fsdp import shard_model
+from bytescale.runtime.p2p import PeerToPeer
+from bytescale.runtime.world import World
 from bytescale.simulator import StepOverheads, simulate
 from bytescale.train.prepare import Prepared, prepare
 from bytescale.train.step import run_step
 from bytescale.train.trainer import build_model
-from bytescale.train.world import World
 
 NUM_BATCHES, ROUNDS = 20, 2
 STRATEGIES = ("static", "hdp-balance")

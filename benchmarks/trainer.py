@@ -15,15 +15,15 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import on_ranks, report, timed
-from bytescale.config import BatchConfig, Config, DataConfig, ModelConfig, PlanConfig
+from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, PlanConfig
 from bytescale.data import StepData, next_batch, read_micro_batch
 from bytescale.data.loader import LoaderState
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.states import shard_model
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.fsdp import shard_model
+from bytescale.runtime.world import join_groups
 from bytescale.train.prepare import Prepared, make_planner, prepare
 from bytescale.train.step import run_step
 from bytescale.train.trainer import build_model
-from bytescale.train.world import join_groups
 
 CONFIG = Config(
     model=ModelConfig(

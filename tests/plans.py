@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from bytescale.layout import piece_tokens
-from bytescale.plan import StepPlan, step_plan
+from bytescale.plan.step_plan import StepPlan, step_plan
+from bytescale.plan.zigzag import piece_tokens
 
 
 def plan_of(

@@ -17,7 +17,7 @@ import pytest
 
 from bytescale import cli
 from bytescale.cli.train import check_world_size
-from bytescale.config import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig
+from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig
 from bytescale.errors import CommunicationError, UserError
 
 STAND_IN = """

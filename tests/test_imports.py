@@ -8,13 +8,13 @@ import pytest
 
 LIBRARY = [
     "bytescale",
-    "bytescale.config",
-    "bytescale.planfile",
+    "bytescale.config.schema",
+    "bytescale.plan.file",
     "bytescale.trace",
     "bytescale.cost",
-    "bytescale.lengths",
+    "bytescale.lengths.source",
     "bytescale.planner",
-    "bytescale.simulator.reproduction.catalogue",
+    "bytescale.reproduction.catalogue",
     "bytescale.data",
     "bytescale.simulator",
 ]

@@ -1,13 +1,13 @@
 """ByteScale: train language models on mixtures of short and very long sequences with Hybrid Data Parallelism.
 
-Importing this package needs numpy alone. The rooms: `plan`, `layout`, `schedule`, `validate` (values), `cost`
-(estimates), `planner` (decisions), `data` (text to tokens), `runtime` (distributed attention and model states),
-`train` (the step loop), `cli` (the faces).
+Importing this package needs numpy alone. The rooms: `plan` and `config` (values), `cost` and
+`lengths` (estimates), `planner` (decisions), `simulator` and `reproduction` (predictions), `data` (text to tokens),
+`runtime` (distributed attention and model states), `profiler`, `train` (the step loop), `cli` (the faces).
 """
 
 from bytescale.errors import CommunicationError, UserError
-from bytescale.plan import StepPlan, step_plan
-from bytescale.validate import PlanError, validate
+from bytescale.plan.step_plan import StepPlan, step_plan
+from bytescale.plan.validate import PlanError, validate
 
 __version__ = "0.1.0"
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bytescale.errors import CommunicationError, RunError, UserError
-from bytescale.planfile import write_text_atomically
+from bytescale.files import write_text_atomically
 
 Kind = Literal["signal", "user", "run", "exception", "peer"]
 _RUN_ID_PREFIX = "bytescale-local-"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.errors import UserError
-from bytescale.planfile import write_text_atomically
+from bytescale.files import write_text_atomically
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from bytescale.cost.makespan import earliest_starts
 from bytescale.cost.model import layer_time_s, piece_times_s
 from bytescale.cost.predict import least_time_s, stage_layers
 from bytescale.errors import UserError
-from bytescale.layout import piece_runs
-from bytescale.plan import step_plan
+from bytescale.plan.order import one_f_one_b
+from bytescale.plan.step_plan import step_plan
+from bytescale.plan.zigzag import piece_runs
 from bytescale.planner import plan
-from bytescale.schedule import one_f_one_b
 
 COSTS = [dense_flops(), *(preset_cost("llama-7b", name) for name in CLUSTERS)]
 

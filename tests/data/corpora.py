@@ -8,8 +8,8 @@ import numpy as np
 
 from bytescale.data import SequenceDataset, build_dataset
 from bytescale.data.cache import TokenCorpus
-from bytescale.layout import piece_tokens
-from bytescale.plan import StepPlan, step_plan
+from bytescale.plan.step_plan import StepPlan, step_plan
+from bytescale.plan.zigzag import piece_tokens
 
 
 def corpus_of(lengths: Sequence[int]) -> TokenCorpus:

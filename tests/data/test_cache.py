@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data import cache
 from bytescale.data.cache import cache_key, default_cache_dir, open_corpus
 from bytescale.data.sources import TextSource, open_source

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data import build_dataset, open_dataset
 from bytescale.errors import UserError
 from tests.data.corpora import corpus_of, dataset_of, write_tree

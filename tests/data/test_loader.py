@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale.config import BatchConfig
+from bytescale.config.schema import BatchConfig
 from bytescale.data import GlobalBatch, LoaderState, SequenceDataset, TokenMicroBatch, next_batch, read_micro_batch
 from bytescale.data.loader import EpochOrder
 from bytescale.errors import UserError
-from bytescale.plan import step_plan
+from bytescale.plan.step_plan import step_plan
 from tests.data.corpora import dataset_of, placed
 
 LENGTHS = [2, 9, 3, 14, 5, 5, 8, 30, 2, 4, 6]

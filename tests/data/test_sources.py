@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data.sources import Document, content_fingerprint, document_name, iter_documents, open_source
 from bytescale.errors import UserError
 from tests.data.corpora import write_jsonl, write_tree
@@ -174,7 +174,7 @@ def test_import_needs_numpy_alone() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['torch', 'tokenizers', 'pyarrow', 'transformers', 'ray']))\n"
         "import bytescale.data\n"
-        "from bytescale.config import DataConfig\n"
+        "from bytescale.config.schema import DataConfig\n"
         "from bytescale.data.optional import require\n"
         "try: require('pyarrow.parquet', 'data', 'parquet')\n"
         "except ValueError as error: print(error)"

@@ -4,11 +4,11 @@ import time
 import numpy as np
 import pytest
 
-from bytescale.config import BatchConfig
+from bytescale.config.schema import BatchConfig
 from bytescale.data import LoaderState, SequenceDataset, StepData, StepLoader, build_dataset
 from bytescale.data.loader import Planner
-from bytescale.plan import StepPlan
-from bytescale.validate import PlanError
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import PlanError
 from tests.data.corpora import corpus_of, dataset_of, placed
 
 LENGTHS = [2, 9, 3, 14, 5, 5, 8, 30, 2, 4, 6]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.config import DataConfig
+from bytescale.config.schema import DataConfig
 from bytescale.data import check_vocab, load_tokenizer
 from bytescale.data.tokenizers import ByteTokenizer
 from bytescale.errors import UserError

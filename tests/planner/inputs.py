@@ -1,9 +1,8 @@
 """Inputs that several planner tests share."""
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from bytescale.arrays import IntArray
 
 
 def lognormal(num: int, mean: float, seed: int = 0, sigma: float = 1.2, low: int = 16, high: int = 131072) -> IntArray:

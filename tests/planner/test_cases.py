@@ -9,10 +9,10 @@ import pytest
 
 from bytescale.cost import dense_flops, preset_cost, rank_time_s
 from bytescale.errors import UserError
-from bytescale.plan import StepPlan
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import validate
 from bytescale.planner import STRATEGIES, plan
 from bytescale.planner.explain import explain_step
-from bytescale.validate import validate
 from tests.planner.inputs import lognormal
 
 CASES = json.loads((Path(__file__).parent / "cases.json").read_text())["cases"]

@@ -15,11 +15,11 @@ from bytescale.cli.lengths import lengths
 from bytescale.cli.plan import plan
 from bytescale.cli.planning import TABLE_WIDTH
 from bytescale.errors import UserError
-from bytescale.planfile import read_plan
+from bytescale.plan.file import read_plan
+from bytescale.plan.validate import validate
 from bytescale.planner import PIPELINE_ONLY, STRATEGIES
 from bytescale.report.plan_table import comparison_table
 from bytescale.report.simulation import simulation_table
-from bytescale.validate import validate
 
 BATCH = ("--lengths", "wikipedia", "--batch-tokens", "256K", "--ranks", "8", "--seed", "1")
 

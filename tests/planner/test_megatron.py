@@ -7,9 +7,9 @@ import pytest
 
 from bytescale.cost import preset_cost
 from bytescale.errors import UserError
+from bytescale.plan.validate import validate
 from bytescale.planner import plan
-from bytescale.planner.megatron import plan_rounds
-from bytescale.validate import validate
+from bytescale.planner.strategies.megatron_dynamic import plan_rounds
 from tests.planner.inputs import lognormal
 
 

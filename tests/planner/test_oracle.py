@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from bytescale.arrays import FloatArray
 from bytescale.cost import preset_cost
 from bytescale.planner import plan
-from bytescale.planner.degree import ratio_at, stage_time_s
+from bytescale.planner.parts.degrees import ratio_at, stage_time_s
 from bytescale.planner.problem import Problem, make_problem
 
 optimize = pytest.importorskip("scipy.optimize")
@@ -19,7 +20,6 @@ sparse = pytest.importorskip("scipy.sparse")
 
 HDP_SIZE, NUM_CASES = 4, 60
 COST = preset_cost("llama-7b", "paper")
-FloatArray = npt.NDArray[np.float64]
 
 
 def lengths_of(seed: int) -> npt.NDArray[np.int64]:

@@ -11,13 +11,20 @@ from hypothesis import strategies as st
 
 from bytescale.cost import dense_flops, preset_cost
 from bytescale.cost.model import layer_time_s
-from bytescale.planner.degree import OFFLOAD_CAP, least_ratio, least_work_degrees, paper_degrees, stage_time_s, widen
-from bytescale.planner.micro_batches import first_fit_in_segments
-from bytescale.planner.pack import best_fit, next_fit
+from bytescale.plan.validate import resident_tokens
+from bytescale.planner.parts.degrees import (
+    OFFLOAD_CAP,
+    least_ratio,
+    least_work_degrees,
+    paper_degrees,
+    stage_time_s,
+    widen,
+)
+from bytescale.planner.parts.levels import stack_gangs
+from bytescale.planner.parts.list_scheduling import fill_rooms, place_gangs, place_gangs_in_gaps, place_singles
+from bytescale.planner.parts.micro_batches import first_fit_in_segments
+from bytescale.planner.parts.packing import best_fit, next_fit
 from bytescale.planner.problem import Problem, make_problem
-from bytescale.planner.stack import stack_gangs
-from bytescale.planner.timeline import fill_rooms, place_gangs, place_gangs_in_gaps, place_singles
-from bytescale.validate import resident_tokens
 from tests.planner.inputs import lognormal
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=60)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.errors import UserError
-from bytescale.planfile import plan_to_dict
+from bytescale.plan.file import plan_to_dict
+from bytescale.plan.validate import validate
 from bytescale.planner import PIPELINE_ONLY, STRATEGIES, plan
-from bytescale.validate import validate
 
 COSTS = {
     "dense": dense_flops(4),

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytescale.config import ModelConfig
+from bytescale.config.schema import ModelConfig
 from bytescale.data import GlobalBatch, StepData, TokenMicroBatch
-from bytescale.layout import piece_positions
-from bytescale.plan import StepPlan
-from bytescale.runtime.comm import PeerToPeer
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.model import LossModel, build_decoder
-from bytescale.runtime.model_config import load_config
-from bytescale.runtime.stages import cut_to_stage, layer_ranges
-from bytescale.runtime.states import full_gradients, shard_model
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.zigzag import piece_positions
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.fsdp import full_gradients, shard_model
+from bytescale.runtime.model.decoder import LossModel, build_decoder
+from bytescale.runtime.model.hf_config import load_config
+from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
+from bytescale.runtime.p2p import PeerToPeer
+from bytescale.runtime.world import World
 from bytescale.train.checkpoint import with_whole_names
 from bytescale.train.step import StepResult, run_step
-from bytescale.train.world import World
 from tests.ranks import Ranks
 
 SIZES = {

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from bytescale.layout import piece_positions
-from bytescale.runtime.attention import AttentionContext, distributed_attention, merge_blocks
-from bytescale.runtime.comm import PeerToPeer
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.rings import Block, attention_layouts
+from bytescale.plan.zigzag import piece_positions
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.attention.ring import AttentionContext, distributed_attention, merge_blocks
+from bytescale.runtime.attention.work import Block, attention_layouts
+from bytescale.runtime.p2p import PeerToPeer
 from tests.plans import placed
 from tests.ranks import RankPool, Ranks
 

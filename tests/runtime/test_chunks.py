@@ -10,18 +10,18 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 from bytescale.cost import preset_cost
-from bytescale.plan import StepPlan
-from bytescale.runtime.kept import KeptKv
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.model import LossModel
-from bytescale.runtime.offload import Offloader
-from bytescale.runtime.offload_disk import DiskTier
-from bytescale.runtime.rings import KeptRows, attention_layouts
-from bytescale.runtime.stages import cut_to_stage, layer_ranges
-from bytescale.runtime.states import full_gradients, shard_model
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import validate
+from bytescale.runtime.attention.kept_kv import KeptKv
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.attention.work import KeptRows, attention_layouts
+from bytescale.runtime.fsdp import full_gradients, shard_model
+from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
+from bytescale.runtime.offload.disk import DiskTier
+from bytescale.runtime.offload.offloader import Offloader
 from bytescale.simulator import simulate, step_spans
 from bytescale.train.step import run_step
-from bytescale.validate import validate
 from tests.plans import chunked_plans, in_chunks
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import small_decoder, step_data, train_step, world_of

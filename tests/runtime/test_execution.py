@@ -5,14 +5,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from bytescale.errors import CommunicationError
-from bytescale.layout import piece_positions
-from bytescale.plan import StepPlan
-from bytescale.runtime.attention import AttentionContext, distributed_attention
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.model import LossModel
-from bytescale.runtime.rings import attention_layouts
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import validate
+from bytescale.plan.zigzag import piece_positions
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
+from bytescale.runtime.attention.work import attention_layouts
+from bytescale.runtime.model.decoder import LossModel
 from bytescale.train.step import check_same_plan
-from bytescale.validate import validate
 from tests.plans import placed, valid_plans
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import small_decoder, step_data, train_step, world_of

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bytescale.plan import StepPlan
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.model import LossModel
-from bytescale.runtime.offload import Offloader, OffloadReport
-from bytescale.runtime.offload_disk import DiskTier
-from bytescale.runtime.offload_tiers import LeavingRows, leaving_rows, partition
-from bytescale.runtime.states import full_gradients, shard_model
-from bytescale.train.memory import peak_memory_bytes, reset_peak_memory
+from bytescale.plan.step_plan import StepPlan
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.fsdp import full_gradients, shard_model
+from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.offload.disk import DiskTier
+from bytescale.runtime.offload.offloader import Offloader, OffloadReport
+from bytescale.runtime.offload.tiers import LeavingRows, leaving_rows, partition
+from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.step import run_step
 from tests.plans import columns_of, placed, rebuilt
 from tests.ranks import RankPool, Ranks

@@ -7,10 +7,10 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 from bytescale.cost import preset_cost
-from bytescale.plan import StepPlan
-from bytescale.runtime.stages import layer_ranges
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import PlanError, validate
+from bytescale.runtime.model.stages import layer_ranges
 from bytescale.simulator import simulate, step_spans
-from bytescale.validate import PlanError, validate
 from tests.plans import placed, valid_plans
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import reference_step, train_step

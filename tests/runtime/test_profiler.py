@@ -9,13 +9,9 @@ import pytest
 import torch
 
 from bytescale.cli import main
-from bytescale.config import ModelConfig
+from bytescale.config.schema import ModelConfig
 from bytescale.cost.profile import read_profile
-from bytescale.runtime.comm import PeerToPeer
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.model_config import load_config, model_shape
-from bytescale.runtime.offload_disk import DiskTier
-from bytescale.runtime.profiler import (
+from bytescale.profiler.measure import (
     LINK_BYTES,
     Clock,
     length_grid,
@@ -28,6 +24,10 @@ from bytescale.runtime.profiler import (
     measure_link,
     two_layers,
 )
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.model.hf_config import load_config, model_shape
+from bytescale.runtime.offload.disk import DiskTier
+from bytescale.runtime.p2p import PeerToPeer
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import ARCHITECTURES, SIZES
 from tests.train.runs import environment, train, write_run

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bytescale.cost import attention_bytes
-from bytescale.plan import StepPlan
-from bytescale.runtime.states import TORCH_DTYPES
+from bytescale.plan.step_plan import StepPlan
+from bytescale.runtime.fsdp import TORCH_DTYPES
 from tests.plans import placed
 from tests.ranks import RankPool
 from tests.runtime.models import ARCHITECTURES, SIZES, reference_step, train_step

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bytescale.config import ModelConfig
+from bytescale.config.schema import ModelConfig
 from bytescale.errors import UserError
-from bytescale.runtime.model import build_decoder
-from bytescale.runtime.model_config import load_config, model_shape
-from bytescale.runtime.support import probe
+from bytescale.runtime.model.checks import probe
+from bytescale.runtime.model.decoder import build_decoder
+from bytescale.runtime.model.hf_config import load_config, model_shape
 from tests.runtime.models import ARCHITECTURES, SIZES
 
 CONTEXT = 600

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from bytescale.cost.model import CostModel, DirectionCost, Link
-from bytescale.layout import piece_tokens
-from bytescale.plan import StepPlan, step_plan
+from bytescale.plan.step_plan import StepPlan, step_plan
+from bytescale.plan.zigzag import piece_tokens
 
 FREE = Link(0.0, float("inf"))
 

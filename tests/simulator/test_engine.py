@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bytescale.cost import cluster_spec, model_shape, preset_cost
 from bytescale.cost.model import Link
 from bytescale.cost.predict import predict
-from bytescale.lengths import length_source
+from bytescale.lengths.source import length_source
 from bytescale.planner import plan as make_plan
 from bytescale.simulator import StepOverheads, shares, simulate, step_overheads, stratified_batches
 from tests.simulator.plans import linear_cost, plan_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bytescale.cost import cluster_spec, model_shape, preset_cost
 from bytescale.cost.model import Link
 from bytescale.errors import UserError
-from bytescale.lengths import length_source
+from bytescale.lengths.source import length_source
 from bytescale.planner import plan as make_plan
 from bytescale.simulator import (
     StepOverheads,

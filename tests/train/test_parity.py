@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bytescale.config import Config
-from bytescale.configfile import load_config
+from bytescale.config.schema import Config
+from bytescale.config.toml import load_config
 from bytescale.cost import dense_flops
 from bytescale.data import StepLoader
 from bytescale.planner import plan
-from bytescale.runtime.kernels import CpuKernel
-from bytescale.runtime.states import full_gradients, shard_model
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.fsdp import full_gradients, shard_model
 from bytescale.train.checkpoint import with_whole_names
 from bytescale.train.prepare import Planner, prepare
 from bytescale.train.step import run_step

@@ -8,7 +8,7 @@ import pytest
 
 from bytescale.errors import RunError, UserError
 from bytescale.train.metrics import MetricsFile
-from bytescale.train.rundir import check_run_dir, check_unused, open_run_dir, replace_directory, writing
+from bytescale.train.run_dir import check_run_dir, check_unused, open_run_dir, replace_directory, writing
 
 
 @pytest.mark.parametrize("name", ["config.toml", "processes.json", "metrics.jsonl", "trace.json", "report.html"])

@@ -9,10 +9,10 @@ import numpy as np
 
 from bytescale.cli.planning import Request, planning_options, request, wide_console
 from bytescale.errors import UserError, counted, nearest
+from bytescale.plan.validate import validate
 from bytescale.planner import PIPELINE_ONLY, STRATEGIES, plan_with_origin
 from bytescale.report.plan_table import chunk_words, comparison_notes, comparison_table, plan_figures
 from bytescale.simulator import main_loss, mean_shares, shares, simulate
-from bytescale.validate import validate
 
 _MEANS = ("step_time_s", "gap", "imbalance", "idle_share", "degree_1_share", "attention_bytes", "planning_time_s")
 

@@ -6,17 +6,16 @@ from typing import Any
 
 import click
 import numpy as np
-import numpy.typing as npt
 from rich import box
 from rich.table import Table
 
+from bytescale.arrays import IntArray
 from bytescale.cli.planning import TokenCount, wide_console
 from bytescale.errors import UserError, counted
-from bytescale.lengths import draw, draw_batch, length_source
+from bytescale.lengths.source import draw, draw_batch, length_source
 from bytescale.report import units
 from bytescale.report.plan_plot import draw_lengths
 
-IntArray = npt.NDArray[np.int64]
 _SAMPLE = 1_000_000
 
 

@@ -8,12 +8,12 @@ import click
 
 from bytescale.cli.planning import is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
-from bytescale.planfile import read_plan, write_plan
+from bytescale.plan.file import read_plan, write_plan
+from bytescale.plan.validate import validate
 from bytescale.planner import STRATEGIES, plan_with_origin
 from bytescale.planner.explain import explain_sequences, explain_step
 from bytescale.report.plan_plot import draw_plan
 from bytescale.report.plan_table import explanation_lines, explanation_table, plan_figures, plan_table
-from bytescale.validate import validate
 
 _STRATEGY_HELP = "How to place: " + ", ".join(STRATEGIES) + "."
 

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
+from bytescale.arrays import IntArray
 from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.cost.presets import cluster_spec, model_shape
 from bytescale.cost.profile import Profile, beyond_range, profile_cost, read_profile
 from bytescale.errors import UserError, nearest
-from bytescale.lengths import LengthSource, batches, length_source
+from bytescale.lengths.source import LengthSource, batches, length_source
 from bytescale.planner.problem import Offload
 
-IntArray = npt.NDArray[np.int64]
 COSTS = ("dense-flops",)
 TABLE_WIDTH = 120
 """Terminals of this many columns show every table whole; in narrower ones the terminal folds the lines."""

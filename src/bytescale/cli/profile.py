@@ -17,12 +17,12 @@ import click
 
 from bytescale import __version__
 from bytescale.cli.planning import TokenCount
-from bytescale.config import Config
-from bytescale.configfile import load_config, parse_overrides
+from bytescale.config.schema import Config
+from bytescale.config.toml import load_config, parse_overrides
 from bytescale.cost.profile import Fit, Profile, make_profile, predicted_layer_s, write_profile
 from bytescale.errors import UserError
+from bytescale.files import write_text_atomically
 from bytescale.launch import describe, is_launched_rank, launch, prepare_launched_rank
-from bytescale.planfile import write_text_atomically
 from bytescale.report import units
 from bytescale.report.page import Chart, page
 from bytescale.report.svg import Series, line_chart
@@ -82,7 +82,7 @@ def profile(
 def _measure(config: Config, longest: int, rounds: int) -> Profile | None:
     """The profile, on rank 0; imports torch."""
     try:
-        from bytescale.train.profiling import measure
+        from bytescale.profiler.session import measure
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("bytescale"):
             raise

@@ -16,15 +16,15 @@ from rich.console import Console
 
 from bytescale.cli.planning import wide_console
 from bytescale.errors import UserError, nearest
-from bytescale.planfile import write_text_atomically
+from bytescale.files import write_text_atomically
 from bytescale.planner import plan_with_origin
-from bytescale.report.simulation_page import reproduction_page
-from bytescale.report.simulation_plots import draw_figure
-from bytescale.report.simulation_rows import rows_table
-from bytescale.simulator.calibration import CALIBRATION_FILE
-from bytescale.simulator.reproduction.catalogue import FIGURES, Request
-from bytescale.simulator.reproduction.rows import Row
-from bytescale.simulator.reproduction.systems import NUM_BATCHES
+from bytescale.reproduction.calibration import CALIBRATION_FILE
+from bytescale.reproduction.catalogue import FIGURES, Request
+from bytescale.reproduction.page import reproduction_page
+from bytescale.reproduction.page_rows import rows_table
+from bytescale.reproduction.plots import draw_figure
+from bytescale.reproduction.rows import Row
+from bytescale.reproduction.systems import NUM_BATCHES
 
 
 @click.command("reproduce")

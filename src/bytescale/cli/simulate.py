@@ -14,8 +14,9 @@ import click
 from bytescale.cli.machine import Machine, described_machine, misfit
 from bytescale.cli.planning import Request, is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
-from bytescale.plan import StepPlan
-from bytescale.planfile import prediction_to_dict, read_plan
+from bytescale.plan.file import prediction_to_dict, read_plan
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import validate
 from bytescale.planner import plan_with_origin
 from bytescale.report import units
 from bytescale.report.simulation import context_table, draw_timeline, simulation_table
@@ -29,7 +30,6 @@ from bytescale.simulator import (
     step_spans,
 )
 from bytescale.trace import write_trace
-from bytescale.validate import validate
 
 
 @click.command("simulate")

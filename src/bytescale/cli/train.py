@@ -12,8 +12,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bytescale.config import Config
-from bytescale.configfile import load_config, parse_overrides
+from bytescale.config.schema import Config
+from bytescale.config.toml import load_config, parse_overrides
 from bytescale.errors import RunError, UserError
 from bytescale.launch import describe, is_launched_rank, launch, prepare_launched_rank
 from bytescale.report import read_summary, summary_table, write_report

@@ -13,10 +13,9 @@ Invariant: a sequence in one block costs exactly what it costs at cp_degree 1. C
 import numpy as np
 import numpy.typing as npt
 
+from bytescale.arrays import FloatArray
 from bytescale.cost.model import CostModel, DirectionCost
-from bytescale.plan import StepPlan
-
-FloatArray = npt.NDArray[np.float64]
+from bytescale.plan.step_plan import StepPlan
 
 MERGED_STAGES = 16
 """Blocks of keys that one kernel launch covers, as in the published block-placement system."""

@@ -1,7 +1,7 @@
 """The one recurrence from the order of operations and their durations to the time of a step.
 
 A gang computes together: it starts when its last member is ready and ends when its slowest member is done, since every
-ring step passes through all of them. Over the operation graph of `bytescale.schedule`, with d the slowest member,
+ring step passes through all of them. Over the operation graph of `bytescale.plan.order`, with d the slowest member,
 
     start(v) = max over edges (u, v) of end(u),        end(v) = start(v) + d(v),        step = max end.
 
@@ -12,13 +12,10 @@ level of the graph (about the largest number of micro-batches of a rank, times t
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from bytescale.plan import StepPlan
-from bytescale.schedule import Gangs, gangs_of, operation_edges
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from bytescale.arrays import FloatArray, IntArray
+from bytescale.plan.order import Gangs, gangs_of, operation_edges
+from bytescale.plan.step_plan import StepPlan
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from bytescale.arrays import FloatArray
 from bytescale.errors import UserError
 
-FloatArray = npt.NDArray[np.float64]
 Provenance = Literal["measured", "fitted", "preset"]
 
 

@@ -5,7 +5,7 @@
 without the constant g, which depends on the packing. T grows with s at every degree, so the second term needs the
 longest sequence alone. With a pipeline the first term counts one stage (the fullest), the second all of them. With
 measured rank speeds work is divided by their sum. `rank_time_s` is the sum over a rank's micro-batches, the
-rings of one advancing together (`bytescale.cost.rings`), plus g each; gang waiting is added by `makespan`.
+rings of one advancing together (`bytescale.cost.micro_batch`), plus g each; gang waiting is added by `makespan`.
 
 Cost: O(pieces + hdp_size), numpy.
 """
@@ -13,16 +13,13 @@ Cost: O(pieces + hdp_size), numpy.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from bytescale.arrays import FloatArray, IntArray
 from bytescale.cost.blocks import block_times_s
 from bytescale.cost.makespan import makespan
+from bytescale.cost.micro_batch import ring_times
 from bytescale.cost.model import CostModel, constant_s, piece_times_s
-from bytescale.cost.rings import ring_times
-from bytescale.plan import Prediction, StepPlan
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from bytescale.plan.step_plan import Prediction, StepPlan
 
 
 @dataclass(frozen=True)

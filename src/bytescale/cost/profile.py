@@ -1,6 +1,6 @@
 """The profile of a machine: measured points, the coefficients fitted to them, and the cost model these make.
 
-`bytescale profile` measures (`bytescale.runtime.profiler`); this module fits, stores, reads and judges. Fits minimise
+`bytescale profile` measures (`bytescale.profiler.measure`); this module fits, stores, reads and judges. Fits minimise
 the sum of squared *relative* residuals with coefficients that are not negative, over
 
     layer, forward and backward     T(s) = a*s^2 + b*s + g                      (paper, Eq. 3)
@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bytescale.arrays import FloatArray
 from bytescale.cost.model import CostModel, DirectionCost, Link, ModelShape
 from bytescale.errors import UserError
-from bytescale.planfile import write_text_atomically
+from bytescale.files import write_text_atomically
 
-FloatArray = npt.NDArray[np.float64]
 Columns = Mapping[str, Sequence[float]]
 
 FORMAT, VERSION = "bytescale-profile", 1

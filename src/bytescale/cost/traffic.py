@@ -14,9 +14,8 @@ forward. Cost: O(pieces), closed sums.
 import numpy as np
 import numpy.typing as npt
 
-from bytescale.plan import StepPlan
-
-IntArray = npt.NDArray[np.int64]
+from bytescale.arrays import IntArray
+from bytescale.plan.step_plan import StepPlan
 
 
 def attention_traffic_tokens(plan: StepPlan) -> IntArray:

@@ -30,11 +30,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bytescale.arrays import IntArray
 from bytescale.data.sources import Document, TextSource, content_fingerprint, iter_documents
 from bytescale.data.tokenizers import TokenArray, Tokenizer
 from bytescale.errors import UserError, counted
-
-IntArray = npt.NDArray[np.int64]
 
 FORMAT_VERSION = 1
 BATCH_CHARACTERS = 1 << 20

@@ -12,15 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from bytescale.config import DataConfig, Overlong
+from bytescale.arrays import IntArray
+from bytescale.config.schema import DataConfig, Overlong
 from bytescale.data.cache import TokenCorpus, open_corpus
 from bytescale.data.sources import document_name, open_source
 from bytescale.data.tokenizers import TokenArray, Tokenizer, load_tokenizer
 from bytescale.errors import UserError, counted
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from bytescale.config import BatchConfig
+from bytescale.arrays import IntArray
+from bytescale.config.schema import BatchConfig
 from bytescale.data.dataset import SequenceDataset
 from bytescale.errors import UserError
-from bytescale.layout import piece_runs
-from bytescale.plan import StepPlan
-from bytescale.validate import validate
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import validate
+from bytescale.plan.zigzag import piece_runs
 
-IntArray = npt.NDArray[np.int64]
 Planner = Callable[[IntArray], StepPlan]
 """Makes the plan of a global batch from its lengths; must be deterministic, since every rank calls its own."""
 

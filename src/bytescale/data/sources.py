@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from bytescale.config import DataConfig, Source
+from bytescale.config.schema import DataConfig, Source
 from bytescale.data.optional import one_line, require
 from bytescale.errors import UserError, nearest
 

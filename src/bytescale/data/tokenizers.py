@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from bytescale.config import DataConfig
+from bytescale.arrays import IntArray
+from bytescale.config.schema import DataConfig
 from bytescale.data.optional import one_line, require
 from bytescale.errors import UserError
 
-IntArray = npt.NDArray[np.int64]
 TokenArray = npt.NDArray[Any]
 """Token ids in some unsigned integer type."""
 

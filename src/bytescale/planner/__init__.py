@@ -9,7 +9,7 @@
     print(step.predicted.step_time_s, step.predicted.lower_bound_s)
 
 A strategy is a pure function from a checked `Problem` to a `StepPlan`. Equal input and seed give an equal plan. Every
-plan passes `bytescale.validate`.
+plan passes `bytescale.plan.validate`.
 """
 
 import time
@@ -22,16 +22,16 @@ import numpy.typing as npt
 from bytescale.cost.model import CostModel
 from bytescale.cost.predict import predict
 from bytescale.errors import UserError, nearest
-from bytescale.plan import StepPlan
-from bytescale.planner.balance import plan_balance
-from bytescale.planner.best import plan_best
-from bytescale.planner.chunked import plan_chunked
-from bytescale.planner.fcp import plan_fcp
-from bytescale.planner.flexible import plan_flexible
-from bytescale.planner.megatron import plan_megatron
-from bytescale.planner.naive import plan_naive
+from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.problem import Offload, Problem, make_problem
-from bytescale.planner.static import plan_static
+from bytescale.planner.strategies.best import plan_best
+from bytescale.planner.strategies.chunked import plan_chunked
+from bytescale.planner.strategies.fcp import plan_fcp
+from bytescale.planner.strategies.flexible_cp import plan_flexible
+from bytescale.planner.strategies.hdp_balance import plan_balance
+from bytescale.planner.strategies.hdp_naive import plan_naive
+from bytescale.planner.strategies.megatron_dynamic import plan_megatron
+from bytescale.planner.strategies.static import plan_static
 
 STRATEGIES: Mapping[str, str] = MappingProxyType(
     {

@@ -8,16 +8,13 @@ larger one by widening, and the times at both are given. Cost: O(pieces + shown 
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from bytescale.arrays import FloatArray
 from bytescale.cost.model import CostModel, piece_times_s, rank_time_s
 from bytescale.cost.predict import degree_one_work_s, durations, least_time_s
 from bytescale.errors import counted
-from bytescale.plan import StepPlan
-from bytescale.schedule import gangs_of
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from bytescale.plan.order import gangs_of
+from bytescale.plan.step_plan import StepPlan
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from bytescale.arrays import FloatArray, IntArray
 from bytescale.cost.model import CostModel
 from bytescale.errors import UserError, counted
-from bytescale.validate import MAX_RANKS, NUM_RESIDENT_LAYERS
+from bytescale.plan.validate import MAX_RANKS, NUM_RESIDENT_LAYERS
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 Offload = Literal["auto", "off"] | float
 
 

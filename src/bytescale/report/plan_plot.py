@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from bytescale.arrays import IntArray
 from bytescale.cost.makespan import makespan
 from bytescale.cost.model import CostModel
 from bytescale.cost.predict import durations
 from bytescale.errors import UserError, counted
-from bytescale.plan import StepPlan
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from bytescale.plan.step_plan import StepPlan
 
 MAX_ROWS = 64
 _COLOURS = ("#4c78a8", "#72b7b2", "#54a24b", "#eeca3b", "#f58518", "#e45756", "#b279a2", "#5b3a6e")

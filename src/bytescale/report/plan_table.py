@@ -14,11 +14,11 @@ from rich.table import Table
 from bytescale.cost.model import CostModel
 from bytescale.cost.traffic import attention_bytes
 from bytescale.errors import counted
-from bytescale.plan import StepPlan
-from bytescale.planfile import prediction_to_dict
+from bytescale.plan.file import prediction_to_dict
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import PlanReport, in_flight_tokens
 from bytescale.planner.explain import SequenceReason, StepReason
 from bytescale.report import units
-from bytescale.validate import PlanReport, in_flight_tokens
 
 MAX_DEGREES = 12
 

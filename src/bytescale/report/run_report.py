@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.errors import UserError
-from bytescale.planfile import write_text_atomically
+from bytescale.files import write_text_atomically
 from bytescale.report import units
 from bytescale.report.page import Chart, page, preformatted
 from bytescale.report.summary import RunSummary, read_summary, summary_rows

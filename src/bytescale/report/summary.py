@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from bytescale.errors import UserError, counted
-from bytescale.planfile import write_text_atomically
+from bytescale.files import write_text_atomically
 from bytescale.report import units
 
 

@@ -1,6 +1,6 @@
-"""The runtime: executes step plans exactly.
+"""How a plan is executed, exactly.
 
-`rings` and `comm` decide who sends what to whom, `kernels` and `attention` are distributed attention, `model`,
-`support` and `loss` wrap Hugging Face decoders, `states` keeps the model states (FSDP2). `offload` moves activations
-away and back, `profiler` measures the machine.
+`world` knows the ranks and their groups, `p2p` moves data between them, `attention` is distributed attention, `model`
+wraps Hugging Face decoders, `fsdp` keeps the model states, `pipeline` runs a stage, `offload` moves activations away
+and back.
 """

@@ -1,6 +1,6 @@
 """One-forward-one-backward over the stages of a pipeline, each pipeline with its own number of micro-batches.
 
-The order of operations comes from `bytescale.schedule`, the same functions that validator and simulator use. A stage
+The order of operations comes from `bytescale.plan.order`, the same functions that validator and simulator use. A stage
 receives a hidden state into a leaf that requires grad, runs, sends the detached output; in the backward it receives the
 gradient of that output, calls `torch.autograd.backward`, and sends the gradient of the leaf. Shapes come from the plan,
 none are exchanged.
@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from bytescale.runtime.attention import AttentionContext
-from bytescale.runtime.comm import Message, PeerToPeer, Transfer
-from bytescale.runtime.model import LossModel
-from bytescale.schedule import BACKWARD, FORWARD
+from bytescale.plan.order import BACKWARD, FORWARD
+from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.p2p import Message, PeerToPeer, Transfer
 
 Tensor = torch.Tensor
 
@@ -84,7 +84,7 @@ def run_stage(
         model: this stage.
         micro_batches: of this pipeline.
         position: where the stage stands.
-        order: operations of this stage, from `bytescale.schedule.rank_order`.
+        order: operations of this stage, from `bytescale.plan.order.rank_order`.
         on_operation: called after each.
 
     Returns:

@@ -12,7 +12,6 @@
 Without overheads the step time is the plan's predicted one. Nothing here imports the planner.
 """
 
-from bytescale.simulator.calibration import PaperCluster, paper_cluster
 from bytescale.simulator.components import Components, Ulysses, components
 from bytescale.simulator.engine import Operations, RankTimes, SimulatedStep, simulate
 from bytescale.simulator.limits import ContextLimit, context_limits
@@ -26,7 +25,6 @@ __all__ = [
     "Components",
     "ContextLimit",
     "Operations",
-    "PaperCluster",
     "PeakMemory",
     "RankTimes",
     "Shares",
@@ -39,7 +37,6 @@ __all__ = [
     "main_loss",
     "mean_shares",
     "mfu",
-    "paper_cluster",
     "peak_memory",
     "shares",
     "simulate",

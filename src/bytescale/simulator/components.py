@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from bytescale.arrays import FloatArray
+from bytescale.cost.micro_batch import LayerTimes, ring_times
 from bytescale.cost.model import CostModel, Link
 from bytescale.cost.predict import durations, stage_durations, stage_layers
-from bytescale.cost.rings import LayerTimes, ring_times
-from bytescale.plan import StepPlan
+from bytescale.plan.step_plan import StepPlan
 
-FloatArray = npt.NDArray[np.float64]
 Attention = Literal["ring", "ulysses"]
 
 

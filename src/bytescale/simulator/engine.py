@@ -2,7 +2,7 @@
 
 A micro-batch on a stage is one operation a direction; its own time comes from `components`. Gangs start when all
 members are ready and last as long as the slowest; pipelines run 1F1B over their own number of micro-batches; hidden
-states travel between stages. The recurrence is `bytescale.cost.makespan`, over the graph of `bytescale.schedule`:
+states travel between stages. The recurrence is `bytescale.cost.makespan`, over the graph of `bytescale.plan.order`:
 
     step = gather + makespan + reduce + update + exposed input.
 
@@ -17,17 +17,14 @@ Cost: O(pieces + micro-batches * pp_size), vectorised over ranks.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from bytescale.arrays import FloatArray
 from bytescale.cost.makespan import earliest_starts, makespan
 from bytescale.cost.model import CostModel
-from bytescale.plan import StepPlan
-from bytescale.schedule import BACKWARD, FORWARD, Gangs, gangs_of, operation_edges, stage_orders
+from bytescale.plan.order import BACKWARD, FORWARD, Gangs, gangs_of, operation_edges, stage_orders
+from bytescale.plan.step_plan import StepPlan
 from bytescale.simulator.components import Components, Ulysses, components
 from bytescale.simulator.overheads import StepOverheads
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def simulate(
     """Run `plan`.
 
     Args:
-        plan: an executable plan (see `bytescale.validate`).
+        plan: an executable plan (see `bytescale.plan.validate`).
         cost: what pieces cost.
         overheads: what the step costs beside its micro-batches; None is nothing.
         rank_speed: relative speed of each rank; None takes all as equal.

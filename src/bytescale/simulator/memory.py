@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from bytescale.arrays import FloatArray
 from bytescale.cost.model import CostModel, ModelShape
 from bytescale.cost.predict import stage_layers
-from bytescale.plan import StepPlan
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import in_flight_tokens, resident_tokens
 from bytescale.simulator.overheads import GRADIENT_BYTES, PARAMETER_BYTES
-from bytescale.validate import in_flight_tokens, resident_tokens
 
-FloatArray = npt.NDArray[np.float64]
 Sharding = Literal["zero1", "fsdp"]
 
 OPTIMIZER_BYTES = 12

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.cost.model import CostModel, ModelShape
-from bytescale.plan import StepPlan
+from bytescale.plan.step_plan import StepPlan
 from bytescale.simulator.engine import SimulatedStep
 from bytescale.simulator.memory import peak_memory
 

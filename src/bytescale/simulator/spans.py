@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from bytescale.errors import UserError
-from bytescale.schedule import BACKWARD, FORWARD, rank_order
+from bytescale.plan.order import BACKWARD, FORWARD, rank_order
 from bytescale.simulator.engine import SimulatedStep
 from bytescale.trace import Span
 

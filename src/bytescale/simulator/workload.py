@@ -13,13 +13,10 @@ Invariant: each batch holds exactly `batch_tokens`; equal arguments give equal b
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from bytescale.arrays import FloatArray, IntArray
 from bytescale.errors import UserError
-from bytescale.lengths import LengthSource, draw
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from bytescale.lengths.source import LengthSource, draw
 
 _LOOK_AHEAD, _ORDERS = 2048, 4
 

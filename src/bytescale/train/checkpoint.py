@@ -14,13 +14,13 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from bytescale.config import Config
+from bytescale.config.schema import Config
 from bytescale.errors import RunError
-from bytescale.runtime.model import LossModel
-from bytescale.runtime.states import TORCH_DTYPES, full_state
+from bytescale.runtime.fsdp import TORCH_DTYPES, full_state
+from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.world import World
 from bytescale.train.prepare import Prepared
-from bytescale.train.rundir import replace_directory, writing
-from bytescale.train.world import World
+from bytescale.train.run_dir import replace_directory, writing
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 

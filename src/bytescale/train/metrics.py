@@ -17,10 +17,10 @@ from typing import Any, Self
 import numpy as np
 
 from bytescale.data import StepData
-from bytescale.plan import StepPlan
-from bytescale.train.rundir import writing
+from bytescale.plan.step_plan import StepPlan
+from bytescale.runtime.world import World
+from bytescale.train.run_dir import writing
 from bytescale.train.step import StepResult
-from bytescale.train.world import World
 
 
 @dataclass(frozen=True)

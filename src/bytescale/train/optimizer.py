@@ -12,7 +12,7 @@ import math
 import torch
 from torch import nn
 
-from bytescale.config import TrainConfig
+from bytescale.config.schema import TrainConfig
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

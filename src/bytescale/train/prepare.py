@@ -8,25 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from bytescale.config import Config
+from bytescale.arrays import IntArray
+from bytescale.config.schema import Config
 from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec, cost_model
 from bytescale.cost.predict import stage_layers
 from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
 from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
 from bytescale.errors import UserError, counted, nearest
-from bytescale.plan import StepPlan
+from bytescale.plan.step_plan import StepPlan
 from bytescale.planner import STRATEGIES, plan
 from bytescale.planner.problem import capacity_tokens
-from bytescale.runtime.model_config import load_config, model_shape
-from bytescale.runtime.stages import layer_ranges
-from bytescale.train.offloading import check_offloading
-from bytescale.train.rundir import check_run_dir
+from bytescale.runtime.model.hf_config import load_config, model_shape
+from bytescale.runtime.model.stages import layer_ranges
+from bytescale.train.offload import check_offloading
+from bytescale.train.run_dir import check_run_dir
 
-IntArray = npt.NDArray[np.int64]
 Planner = Callable[[IntArray], StepPlan]
 
 
@@ -98,7 +96,7 @@ def prepare(config: Config, world_size: int) -> Prepared:
 def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str) -> Planner:
     """The planner of this run: a pure function of the lengths, equal on all ranks."""
     cost = run_cost(config, shape)
-    # Without measured copies a CPU offloads only what must be, see `bytescale.train.offloading`.
+    # Without measured copies a CPU offloads only what must be, see `bytescale.train.offload`.
     only_if_needed = config.plan.offload == "auto" and config.plan.profile is None and not torch.cuda.is_available()
 
     def planner(lengths: IntArray) -> StepPlan:

@@ -15,19 +15,19 @@ import torch.distributed as dist
 
 from bytescale.data import StepData, TokenMicroBatch
 from bytescale.errors import CommunicationError
-from bytescale.plan import StepPlan
-from bytescale.runtime.attention import AttentionContext
-from bytescale.runtime.comm import collective
-from bytescale.runtime.kept import KeptKv
-from bytescale.runtime.kernels import AttentionKernel
-from bytescale.runtime.model import LossModel
-from bytescale.runtime.offload import Offloader, OffloadReport
+from bytescale.plan.order import FORWARD, rank_order
+from bytescale.plan.step_plan import StepPlan
+from bytescale.runtime.attention.kept_kv import KeptKv
+from bytescale.runtime.attention.kernels import AttentionKernel
+from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.attention.work import attention_layouts, local_layout
+from bytescale.runtime.fsdp import gather, reduce
+from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.offload.offloader import Offloader, OffloadReport
+from bytescale.runtime.p2p import collective
 from bytescale.runtime.pipeline import StageInput, add_tied_gradients, run_stage
-from bytescale.runtime.rings import attention_layouts, local_layout
-from bytescale.runtime.states import gather, reduce
-from bytescale.schedule import FORWARD, rank_order
+from bytescale.runtime.world import World
 from bytescale.trace import Span
-from bytescale.train.world import World
 
 
 @dataclass(frozen=True)

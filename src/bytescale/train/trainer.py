@@ -15,31 +15,31 @@ from pathlib import Path
 
 import torch
 
-from bytescale.config import Config
-from bytescale.configfile import write_config
+from bytescale.config.schema import Config
+from bytescale.config.toml import write_config
 from bytescale.data import StepData, StepLoader
 from bytescale.errors import RunError
-from bytescale.planfile import write_text_atomically
+from bytescale.files import write_text_atomically
 from bytescale.report import Progress, StepLine, write_summary
-from bytescale.runtime.comm import collective, first_line
-from bytescale.runtime.kernels import AttentionKernel, select_kernel
-from bytescale.runtime.model import LossModel, build_decoder
-from bytescale.runtime.offload import Offloader
-from bytescale.runtime.stages import cut_to_stage
-from bytescale.runtime.states import TORCH_DTYPES, clip_gradients, gradient_norm, shard_model
-from bytescale.runtime.support import probe
+from bytescale.runtime.attention.kernels import AttentionKernel, select_kernel
+from bytescale.runtime.fsdp import TORCH_DTYPES, clip_gradients, gradient_norm, shard_model
+from bytescale.runtime.model.checks import probe
+from bytescale.runtime.model.decoder import LossModel, build_decoder
+from bytescale.runtime.model.stages import cut_to_stage
+from bytescale.runtime.offload.offloader import Offloader
+from bytescale.runtime.p2p import collective, first_line
+from bytescale.runtime.world import World, open_world, process_identity
 from bytescale.trace import Span, write_trace
 from bytescale.train.checkpoint import save_model
-from bytescale.train.memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.metrics import MetricsFile, StepMetrics, gather_metrics
-from bytescale.train.offloading import open_offloader, why_nothing_moved
+from bytescale.train.offload import open_offloader, why_nothing_moved
 from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
+from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.prepare import Prepared, prepare, static_bytes
-from bytescale.train.rundir import check_unused, open_run_dir, writing
+from bytescale.train.run_dir import check_unused, open_run_dir, writing
 from bytescale.train.step import run_step
-from bytescale.train.totals import RunTotals
-from bytescale.train.tracing import from_zero, in_pipeline, on_a_common_clock
-from bytescale.train.world import World, open_world, process_identity
+from bytescale.train.summary import RunTotals
+from bytescale.train.timeline import from_zero, in_pipeline, on_a_common_clock
 
 NUM_TRACED_STEPS = 3
 """The last steps of a run whose timeline is kept."""

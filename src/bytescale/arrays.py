@@ -1,0 +1,8 @@
+"""Types of the columns that plans and cost models are made of."""
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]

@@ -1,0 +1,1 @@
+"""Typed configuration (`schema`) and its TOML form with overrides (`toml`)."""

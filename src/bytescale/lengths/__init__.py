@@ -1,0 +1,1 @@
+"""Distributions of sequence lengths: named ones, files, and drawing from them."""

@@ -1,0 +1,1 @@
+"""What several strategies share: degrees, times, packing, list scheduling, rows of a plan."""

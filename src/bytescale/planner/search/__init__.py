@@ -1,0 +1,1 @@
+"""The insides of `best` and `chunked`: searches over degrees, placements and pipeline candidates."""

@@ -1,0 +1,83 @@
+"""`hdp-naive`: Algorithm 1 of ByteScale. Each long sequence gets the ranks it needs, the short ones share packs.
+
+Degrees are ceil(s / C) for s >= C (Eq. 3 when offloading is allowed, see `bytescale.planner.parts.degrees`); shorter
+sequences are packed best-fit to C. The paper leaves line 10, the placement, open. Here: long sequences in arrival order
+take the next D ranks round the ring of ranks, then the packs do the same one by one. No load is looked at; that is the
+balance scheduler's part.
+
+With a pipeline a gang must sit at one micro-batch number on all its ranks (then every stage runs a part of one common
+1F1B order and nothing can wait in a circle). So arrival order runs in rows, one micro-batch number a row: a gang that
+no longer fits starts the next row and packs fill what is left. Too few packs for that: `stack.stack_gangs`.
+
+Invariant: gangs are placed in one global order, so the order on every rank agrees. Cost: O(pieces).
+"""
+
+import numpy as np
+
+from bytescale.arrays import IntArray
+from bytescale.plan.step_plan import StepPlan
+from bytescale.planner.parts.degrees import paper_degrees
+from bytescale.planner.parts.levels import stack_gangs
+from bytescale.planner.parts.packing import best_fit, next_fit
+from bytescale.planner.parts.rows import plan_of_groups, spread
+from bytescale.planner.problem import Problem
+
+
+def plan_naive(problem: Problem) -> StepPlan:
+    """Algorithm 1 with round-robin placement."""
+    choice = paper_degrees(problem)
+    degree, ratio = choice.degree, choice.offload_ratio
+    capacity = problem.fixed_capacity
+    is_long = (degree > 1) | (problem.lengths >= capacity)
+    long_sequences = np.flatnonzero(is_long)
+    short_sequences = np.flatnonzero(~is_long)
+    pack = best_fit(problem.lengths[short_sequences], capacity)
+    num_packs = int(pack.max(initial=-1)) + 1
+    place = _round_robin if problem.pp_size == 1 else _rows
+    ranks, micro_batches, pack_rank, pack_micro_batch = place(problem, degree[long_sequences], num_packs)
+    return plan_of_groups(
+        problem,
+        "hdp-naive",
+        sequence=np.concatenate([long_sequences, short_sequences]),
+        degree=np.concatenate([degree[long_sequences], np.ones(len(short_sequences), np.int64)]),
+        ranks=np.concatenate([ranks, pack_rank[pack]]),
+        micro_batches=np.concatenate([micro_batches, pack_micro_batch[pack]]),
+        offload_ratio=np.concatenate([ratio[long_sequences], ratio[short_sequences]]),
+    )
+
+
+def _round_robin(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Slot t of the endless row of ranks is rank t mod R in its micro-batch t div R."""
+    num_slots = int(degree.sum())
+    slot = np.arange(num_slots + num_packs)
+    rank, micro_batch = slot % problem.hdp_size, slot // problem.hdp_size
+    return rank[:num_slots], micro_batch[:num_slots], rank[num_slots:], micro_batch[num_slots:]
+
+
+def _rows(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Next-fit rows of ranks: the row of a gang is its micro-batch number, packs fill the rows and follow them."""
+    hdp_size = problem.hdp_size
+    row = next_fit(degree, hdp_size)
+    used = np.bincount(row, weights=degree).astype(np.int64)
+    if int((hdp_size - used).sum()) > num_packs:
+        return _stacked(problem, degree, num_packs)
+    item, index = spread(degree)
+    before = np.cumsum(degree) - degree
+    row_begin = np.concatenate([[0], np.cumsum(used)[:-1]]) if len(used) else used
+    ranks = before[item] - row_begin[row[item]] + index
+    hole_row, hole = spread(hdp_size - used)
+    hole_rank = used[hole_row] + hole
+    rest = np.arange(num_packs - len(hole_row))
+    pack_rank = np.concatenate([hole_rank, rest % hdp_size])
+    return ranks, row[item], pack_rank, np.concatenate([hole_row, len(used) + rest // hdp_size])
+
+
+def _stacked(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    ranks, micro_batches, counts = stack_gangs(degree, problem.hdp_size)
+    pack_rank = np.zeros(num_packs, dtype=np.int64)
+    pack_micro_batch = np.zeros(num_packs, dtype=np.int64)
+    for p in range(num_packs):
+        r = int(counts.argmin())
+        pack_rank[p], pack_micro_batch[p] = r, counts[r]
+        counts[r] += 1
+    return ranks, micro_batches, pack_rank, pack_micro_batch

@@ -1,0 +1,182 @@
+"""Beyond the paper: every strategy of the planner on the same batches, how far each is from the bound, and scaling.
+
+Static is listed twice, with ring attention and with the head exchange of Ulysses. The bound is that of the planner
+(`bytescale.cost.lower_bound_s`), so gap = step / bound, the fixed cost of a step left out of both. What keeps a
+strategy from the bound is the largest of its losses; where the bound is one sequence's time, that is said. With a
+pipeline `chunked` is listed too, with what its plans keep in memory.
+
+Cost: planning and simulating every batch with every strategy; a few seconds a data set.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from bytescale.arrays import IntArray
+from bytescale.cost.predict import degree_one_work_s, lower_bound_s
+from bytescale.errors import UserError
+from bytescale.plan.validate import in_flight_tokens
+from bytescale.reproduction.calibration import PaperCluster, paper_cluster
+from bytescale.reproduction.rows import PlanFunction, Row
+from bytescale.reproduction.systems import K, folded_static, paper_workload
+from bytescale.simulator.components import Ulysses
+from bytescale.simulator.engine import SimulatedStep, simulate
+from bytescale.simulator.outcome import main_loss, shares
+from bytescale.simulator.overheads import StepOverheads
+
+STRATEGIES = (
+    "static",
+    "static-ulysses",
+    "megatron-dynamic",
+    "flexible-cp",
+    "fcp",
+    "hdp-naive",
+    "hdp-balance",
+    "best",
+)
+CHUNKED = "chunked"
+DATA = ("github", "byted", "wikipedia", "wlb")
+PIPELINE_MODELS = ("llama-70b", "mistral-8x7b", "mistral-8x22b")
+SCALING_RANKS = (64, 256, 1024, 4096, 16384)
+CONTEXT = 2048 * K
+NUM_BATCHES = 4
+
+Progress = Callable[[str], None] | None
+
+
+def strategy_table(planner: PlanFunction, num_batches: int = NUM_BATCHES, progress: Progress = None) -> list[Row]:
+    """All strategies on four data sets without a pipeline, and on two with one."""
+    cells: list[tuple[str, str]] = [("llama-7b", data) for data in DATA]
+    cells += [(model, data) for model in PIPELINE_MODELS for data in DATA[:2]]
+    rows: list[Row] = []
+    for model, data in cells:
+        if progress is not None:
+            progress(f"beyond: {model} {data}")
+        cluster = replace(paper_cluster(model), update_s=0.0)
+        work = paper_workload(data, CONTEXT, cluster.batch_tokens, num_batches)
+        context = max(int(batch.max()) for batch in work.batches)
+        names = STRATEGIES if cluster.pp_size == 1 else (*STRATEGIES, CHUNKED)
+        cell = [_strategy_row(planner, cluster, data, context, work.batches, name) for name in names]
+        rows += [row for row in cell if row is not None]
+    return _with_speedups(rows)
+
+
+def run_strategy(
+    planner: PlanFunction, cluster: PaperCluster, lengths: IntArray, name: str, context: int
+) -> tuple[SimulatedStep, str]:
+    """One batch under one strategy, without the fixed cost of a step; and who made the plan."""
+    arguments: dict[str, Any] = {
+        "hdp_size": cluster.hdp_size,
+        "tokens_per_rank": cluster.tokens_per_rank,
+        "cost": cluster.cost,
+        "context": context,
+        "pp_size": cluster.pp_size,
+    }
+    if name.startswith("static"):
+        plan, origin, heads = folded_static(planner, lengths, **arguments), "static", None
+        if name == "static-ulysses":
+            heads = ulysses_of(cluster)
+        return simulate(plan, cluster.cost, StepOverheads(), ulysses=heads), origin
+    plan, origin = planner(lengths, name, offload="off", allow_blocks=True, **arguments)
+    return simulate(plan, cluster.cost, StepOverheads()), origin
+
+
+def ulysses_of(cluster: PaperCluster) -> Ulysses:
+    """Head exchange of a model over the heads of a rank."""
+    model, tp = cluster.model, cluster.tp_size
+    width = 2 * model.num_heads * model.head_dim * model.dtype_bytes
+    return Ulysses(model.num_heads // tp, max(1, model.num_kv_heads // tp), width / tp)
+
+
+def _strategy_row(
+    planner: PlanFunction, cluster: PaperCluster, data: str, context: int, batches: Sequence[IntArray], name: str
+) -> Row | None:
+    steps: list[SimulatedStep] = []
+    origins: dict[str, int] = {}
+    for lengths in batches:
+        try:
+            step, origin = run_strategy(planner, cluster, lengths, name, context)
+        except UserError:
+            return None
+        steps.append(step)
+        origins[origin] = origins.get(origin, 0) + 1
+    bounds = [lower_bound_s(cluster.cost, b, cluster.hdp_size, cluster.pp_size) for b in batches]
+    work = [_work_bound_s(cluster, b) for b in batches]
+    time_s = np.array([step.step_time_s for step in steps])
+    parts = [shares(step) for step in steps]
+    gaps = time_s / np.array(bounds)
+    others = {origin: count for origin, count in origins.items() if origin != name and name == "best"}
+    extra: dict[str, Any] = {
+        "step_s": float(time_s.mean()),
+        "gap": float(gaps.mean()),
+        "gap_most": float(gaps.max()),
+        "longest_binds": sum(bound > w * 1.001 for bound, w in zip(bounds, work, strict=True)),
+        "exposed_communication": float(np.mean([p.communication for p in parts])),
+        "gang_wait": float(np.mean([p.gang_wait for p in parts])),
+        "pp_bubble": float(np.mean([p.pp_bubble for p in parts])),
+        "dp_bubble": float(np.mean([p.dp_bubble for p in parts])),
+        "main_loss": main_loss(parts[int(time_s.argmax())]),
+        "taken_from": others,
+        "step_s_each": time_s.tolist(),
+        **(_kept(steps) if name == CHUNKED else {}),
+    }
+    rate = float((cluster.batch_tokens / time_s).mean())
+    return Row("beyond", "tokens/s", rate, model=cluster.model.name, data=data, context="2M", system=name, extra=extra)
+
+
+def _work_bound_s(cluster: PaperCluster, lengths: IntArray) -> float:
+    layers = None if cluster.pp_size == 1 else -(-cluster.model.num_layers // cluster.pp_size)
+    return float(degree_one_work_s(cluster.cost, lengths, layers).sum()) / cluster.hdp_size
+
+
+def _kept(steps: Sequence[SimulatedStep]) -> dict[str, Any]:
+    """What chunks keep between forward and backward, as shares of what 1F1B of whole sequences may."""
+    plans = [step.plan for step in steps]
+    return {
+        "in_flight_share": max(float(in_flight_tokens(p).max()) / (p.pp_size * p.tokens_per_rank) for p in plans),
+        "chunks_most": max(int(p.sequence_chunks().max()) for p in plans),
+        "kept_gradient_share": max(p.kept_gradient_share for p in plans),
+    }
+
+
+def _with_speedups(rows: list[Row]) -> list[Row]:
+    """Each row with its speed over static's and hdp-balance's of the same cell."""
+    rate = {(row.model, row.data, row.system): row.ours for row in rows}
+    result = []
+    for row in rows:
+        static = rate.get((row.model, row.data, "static"))
+        balance = rate.get((row.model, row.data, "hdp-balance"))
+        extra = dict(row.extra)
+        extra["speedup"] = row.ours / static if static else None
+        extra["over_hdp_balance"] = row.ours / balance if balance else None
+        result.append(replace(row, extra=extra))
+    return result
+
+
+def scaling(planner: PlanFunction, progress: Progress = None) -> list[Row]:
+    """`best` and `static` from 64 to 16,384 ranks on one Byted and one GitHub batch of 32M tokens (strong scaling)."""
+    rows = []
+    base = replace(paper_cluster("llama-7b"), update_s=0.0)
+    for data in DATA[:2]:
+        lengths = paper_workload(data, CONTEXT, base.batch_tokens, 1).batches[0]
+        for ranks in SCALING_RANKS:
+            if progress is not None:
+                progress(f"scaling: {data} {ranks} ranks")
+            context = min(CONTEXT, ranks * base.tokens_per_rank)
+            cluster = replace(base, hdp_size=ranks)
+            fits = int(lengths.max()) <= context
+            cut = lengths if fits else np.minimum(lengths, context)
+            bound = lower_bound_s(base.cost, cut, ranks)
+            for name in ("static", "best"):
+                step, _ = run_strategy(planner, cluster, cut, name, int(cut.max()))
+                extra = {
+                    "ranks": ranks,
+                    "step_s": step.step_time_s,
+                    "gap": step.step_time_s / bound,
+                    "context": context,
+                }
+                rate = float(cut.sum()) / step.step_time_s
+                rows.append(Row("scaling", "tokens/s", rate, model="llama-7b", data=data, system=name, extra=extra))
+    return rows

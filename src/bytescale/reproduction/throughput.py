@@ -1,0 +1,89 @@
+"""Fig. 17: speedups over static of six models on two data sets at four contexts, and tokens/s beside them.
+
+Throughput is the mean over batches of tokens / step time. Cost: about 1.5 s a cell of 20 batches.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+from bytescale.reproduction.calibration import PaperCluster, paper_cluster
+from bytescale.reproduction.published import published
+from bytescale.reproduction.rows import PlanFunction, Row
+from bytescale.reproduction.systems import CONTEXTS, NUM_BATCHES, paper_workload, step_times_s
+
+SYSTEMS = ("static", "hdp-naive", "hdp-balance")
+MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-70b", "mistral-8x7b", "mistral-8x22b")
+DATA = ("github", "byted")
+
+
+def figure_17(
+    planner: PlanFunction, num_batches: int = NUM_BATCHES, progress: Callable[[str], None] | None = None
+) -> list[Row]:
+    """96 rows: two systems in each of 48 cells."""
+    rows: list[Row] = []
+    for model in MODELS:
+        cluster = paper_cluster(model)
+        table = published()["fig17"][model]
+        for data in DATA:
+            for number, context in enumerate(CONTEXTS):
+                if progress is not None:
+                    progress(f"{model} {data} {context}")
+                thousands = _tokens_per_s(planner, cluster, data, CONTEXTS[context], num_batches)
+                rows += _cell_rows(model, data, context, thousands, table[data], number)
+    return rows
+
+
+def _tokens_per_s(
+    planner: PlanFunction, cluster: PaperCluster, data: str, context: int, num_batches: int
+) -> dict[str, float]:
+    work = paper_workload(data, context, cluster.batch_tokens, num_batches)
+    return {
+        system: float((cluster.batch_tokens / step_times_s(planner, cluster, work, system)).mean())
+        for system in SYSTEMS
+    }
+
+
+def _cell_rows(
+    model: str, data: str, context: str, ours: dict[str, float], paper: dict[str, Any], number: int
+) -> Iterator[Row]:
+    static = paper["baseline_ktokens_per_s"][number] * 1e3
+    for system, key in (("hdp-naive", "naive"), ("hdp-balance", "balance")):
+        speedup = paper[key][number]
+        yield Row(
+            figure="fig17",
+            quantity="speedup over static",
+            model=model,
+            data=data,
+            context=context,
+            system=system,
+            paper=speedup,
+            ours=ours[system] / ours["static"],
+            extra={
+                "tokens_per_s": ours[system],
+                "paper_tokens_per_s": speedup * static,
+                "static_tokens_per_s": ours["static"],
+                "paper_static_tokens_per_s": static,
+            },
+        )
+
+
+def orders_that_fail(rows: list[Row]) -> list[str]:
+    """Which orders of the paper ours breaks.
+
+    Speedup grows with context; GitHub lies above Byted at 2M; models without a pipeline above those with one there.
+    """
+    ours = {(r.model, r.data, r.context, r.system): r.ours for r in rows}
+    names, failed = list(CONTEXTS), []
+    for model in MODELS:
+        for system in SYSTEMS[1:]:
+            for data in DATA:
+                row = [ours[model, data, context, system] for context in names]
+                if any(b <= a for a, b in pairwise(row)):
+                    failed.append(f"{model} {data} {system}: does not grow with context")
+            if ours[model, "github", "2M", system] <= ours[model, "byted", "2M", system]:
+                failed.append(f"{model} {system}: github not above byted at 2M")
+    at_2m = {model: ours[model, "github", "2M", "hdp-balance"] for model in MODELS}
+    if min(at_2m[m] for m in MODELS[:3]) <= max(at_2m[m] for m in MODELS[3:]):
+        failed.append("2M github: a model with a pipeline above one without")
+    return failed

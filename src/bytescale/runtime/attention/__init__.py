@@ -1,0 +1,1 @@
+"""Distributed attention: who needs what (`work`), how it travels (`ring`), how it is computed (`kernels`)."""

@@ -1,0 +1,75 @@
+"""Keys and values that a rank keeps of the earlier chunks of a sequence, and the gradients that later chunks add.
+
+A sequence run in chunks (plan layout `chunks`) is computed chunk after chunk, each against the keys and values of all
+earlier ones, and backwards in the reverse order. The graph is cut between chunks: attention of chunk i reads kept keys
+and values without a graph and adds their gradients here; the backward of the chunk that made them, which comes later,
+adds what it finds to its own.
+
+Invariant: a chunk's gradient is complete when its backward begins, since all later chunks of its sequence are through;
+it is dropped there, so nothing is left when the unit is through. Recomputation puts the same chunk twice, which changes
+nothing. Memory: keys and values are those that autograd saves anyway, unless layers are recomputed; gradients are fp32
+(fp64 for fp64).
+
+Shapes: N rows of a chunk on this rank, G key/value heads, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from bytescale.runtime.attention.work import KeptRows
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class _Chunk:
+    k_NGD: Tensor
+    v_NGD: Tensor
+    gradients: tuple[Tensor, Tensor] | None = None
+
+
+class KeptKv:
+    """What one rank and stage keeps during one step."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[tuple[int, int], list[_Chunk]] = {}
+
+    def __len__(self) -> int:
+        """Sequences and layers that still keep something."""
+        return len(self._chunks)
+
+    def put(self, layer: int, rows: KeptRows, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        """Keep the rows of a chunk that later chunks will read."""
+        chunks = self._chunks.setdefault((layer, rows.sequence), [])
+        if rows.chunk < len(chunks):
+            return  # recomputation
+        assert rows.chunk == len(chunks), "chunks run in order"
+        own = slice(rows.begin, rows.end)
+        chunks.append(_Chunk(k_TGD[own].detach(), v_TGD[own].detach()))
+
+    def earlier(self, layer: int, rows: KeptRows) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the chunks before number `rows.chunk`, in order."""
+        chunks = self._chunks[layer, rows.sequence][: rows.chunk]
+        return [chunk.k_NGD for chunk in chunks], [chunk.v_NGD for chunk in chunks]
+
+    def add_gradients(self, layer: int, rows: KeptRows, dk_TGD: Tensor, dv_TGD: Tensor) -> None:
+        """Add the gradients of all rows of the chunks before number `rows.chunk`, which lie at `rows`."""
+        begin = rows.begin
+        for chunk in self._chunks[layer, rows.sequence][: rows.chunk]:
+            part = slice(begin, begin + len(chunk.k_NGD))
+            if chunk.gradients is None:
+                chunk.gradients = dk_TGD[part].clone(), dv_TGD[part].clone()
+            else:
+                chunk.gradients[0].add_(dk_TGD[part])
+                chunk.gradients[1].add_(dv_TGD[part])
+            begin = part.stop
+
+    def take_gradients(self, layer: int, rows: KeptRows) -> tuple[Tensor, Tensor] | None:
+        """What later chunks added to chunk number `rows.chunk`, which is the last one kept and is let go."""
+        chunks = self._chunks[layer, rows.sequence]
+        chunk = chunks.pop()
+        assert rows.chunk == len(chunks), "chunks are let go in reverse"
+        if not chunks:
+            del self._chunks[layer, rows.sequence]
+        return chunk.gradients

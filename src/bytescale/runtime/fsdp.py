@@ -1,0 +1,116 @@
+"""Model states over all HDP ranks: FSDP2, driven in the three phases that make unequal micro-batch counts safe.
+
+1. `gather`: parameters are made whole on every rank, module by module in one fixed order.
+2. compute: each rank runs its own micro-batches; gradients add up locally, unsharded. No collective happens here.
+3. `reduce`: gradients are summed over all ranks once. Public FSDP2 calls do it: a zero-weighted one-token
+   micro-batch on every rank, with gradient synchronisation on, whose backward reduce-scatters what has piled up.
+
+Equation: G = (1 / num_targets) * sum over ranks and micro-batches of the gradients of their loss sums. The sum is a
+SUM, never a mean; the division happens once, in fp32, on the sharded gradients.
+
+Cost: whole parameters and whole gradients live for the length of a step on every rank (as in ZeRO-1); one all-gather
+and one reduce-scatter a step whatever the number of micro-batches. The optimizer sees shards.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.model.loss import IGNORED
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def shard_model(model: LossModel, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+    """Shard the parameters of `model` over `group`, in place: one FSDP2 unit a layer, one for the rest.
+
+    Args:
+        model: whole model in its master type.
+        group: all HDP ranks; not the group that attention uses.
+        device: where it trains.
+        dtype: type of compute; gradients are accumulated and reduced in the master type.
+    """
+    model.to(device)
+    model.compute_dtype = dtype
+    mesh = DeviceMesh.from_group(group, device.type)
+    master = next(model.parameters()).dtype
+    mixed = dtype != master
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master) if mixed else MixedPrecisionPolicy()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    for module in sharded_modules(model):
+        # Neither call is recursive. A plain sum; gloo has no scaled one.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The FSDP2 units, in the one order that every rank uses."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gather(model: LossModel) -> None:
+    """Phase 1: make all parameters whole, and keep every backward from communicating until `reduce`."""
+    _set_synchronisation(model, False)
+    for module in sharded_modules(model):
+        module.unshard()
+
+
+def reduce(model: LossModel, one_token: AttentionContext, num_targets: int) -> None:
+    """Phase 3: sum the gradients over all ranks and divide by the targets of the global batch.
+
+    Args:
+        model: sharded model after this rank's micro-batches, of which there may be none.
+        one_token: attention context of a single local token.
+        num_targets: targets of the global batch, at least 1.
+
+    Afterwards every parameter's `grad` is the shard of the gradient of the global token mean, and parameters are
+    sharded again.
+    """
+    _set_synchronisation(model, True)
+    device = next(model.parameters()).device
+    zero_T = torch.zeros(1, dtype=torch.long, device=device)
+    output = model(model.one_token(device), torch.full_like(zero_T, IGNORED), zero_T, one_token)
+    (output.sum() * 0).backward()
+    # A parameter that takes no part in the model's forward has no gradient, on any rank.
+    torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], float(num_targets))
+
+
+def _set_synchronisation(model: Any, active: bool) -> None:
+    model.set_requires_gradient_sync(active)
+    model.set_reshard_after_backward(active)
+    model.set_is_last_backward(active)
+
+
+def gradient_norm(model: LossModel, without: nn.Parameter | None = None) -> float:
+    """Norm of the whole gradients of this stage, leaving out `without`; a collective of the stage."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p is not without]
+    return float(_full(torch.nn.utils.get_total_norm(gradients)))
+
+
+def clip_gradients(model: LossModel, norm: float, max_norm: float) -> None:
+    """Scale gradients of global norm `norm` to at most `max_norm`; 0 leaves them."""
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, torch.tensor(norm))
+
+
+def full_gradients(model: LossModel) -> dict[str, torch.Tensor]:
+    """Whole gradient of every parameter, by name; a collective."""
+    return {name: _full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def full_state(model: LossModel) -> dict[str, torch.Tensor]:
+    """Whole value of every parameter of the decoder on the CPU, under Hugging Face's names; a collective."""
+    return {name: _full(p.detach()).cpu() for name, p in model.decoder.state_dict(keep_vars=True).items()}
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole

@@ -1,0 +1,1 @@
+"""Hugging Face decoders: building, checking, cutting into stages, and the loss."""

@@ -1,0 +1,186 @@
+"""Hugging Face decoders, trained through our attention.
+
+Our function is registered in Transformers' attention interface under the name `bytescale`, and in its mask interface
+returning no mask: what may attend to what follows from the pieces, which travel through the model's forward as the
+keyword argument `pieces` and reach every layer, recomputation included. No model code of our own: `LossModel` wraps a
+decoder so that embedding, layers, head and loss are one module, which FSDP2 shards as one root.
+
+Shapes: T rows of the micro-batch, no padding, no batch dimension outside this file.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from bytescale.config.schema import ModelConfig
+from bytescale.errors import UserError
+from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
+from bytescale.runtime.model.checks import check_attention_call, complaint
+from bytescale.runtime.model.hf_config import quiet_transformers
+from bytescale.runtime.model.loss import token_loss_sum
+
+Tensor = torch.Tensor
+
+
+class LossModel(nn.Module):
+    """A decoder, or one pipeline stage of it, as one module: its forward ends in the summed loss of a micro-batch.
+
+    Attributes:
+        is_first: the input is token ids; on later stages it is the hidden states of the stage before.
+        is_last: the output is the loss; on earlier stages it is hidden states.
+        compute_dtype: type of the hidden states; `shard_model` sets it.
+    """
+
+    def __init__(self, decoder: Any, *, is_first: bool = True, is_last: bool = True) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.is_first, self.is_last = is_first, is_last
+        self.compute_dtype = next(decoder.parameters()).dtype
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head share their weight."""
+        return bool(getattr(self.decoder.config, "tie_word_embeddings", False))
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        layers: nn.ModuleList = self.decoder.base_model.layers
+        return layers
+
+    def forward(self, source: Tensor, labels_T: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
+        """On the last stage the cross-entropy summed over the micro-batch's targets, a scalar; else hidden_1TE.
+
+        Args:
+            source: input_ids_T on the first stage, hidden_TE on later ones.
+            labels_T: next tokens; used by the last stage.
+            position_ids_T: index of each token in its sequence.
+            pieces: the micro-batch.
+        """
+        hidden_1TE = self._hidden_states(source, position_ids_T, pieces)
+        if not self.is_last:
+            return hidden_1TE
+        return token_loss_sum(hidden_1TE[0], self.decoder.get_output_embeddings().weight, labels_T)
+
+    def hidden_states(self, source: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
+        """Hidden states after the last layer here, and after the final norm on the last stage. [T, hidden_size]."""
+        return self._hidden_states(source, position_ids_T, pieces)[0]
+
+    def _hidden_states(self, source: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
+        name = "input_ids" if self.is_first else "inputs_embeds"
+        output = self.decoder.base_model(
+            **{name: source[None]}, position_ids=position_ids_T[None], use_cache=False, pieces=pieces
+        )
+        hidden_1TE: Tensor = output.last_hidden_state
+        return hidden_1TE
+
+    def end_weight(self) -> nn.Parameter:
+        """Weight of the embedding on the first stage, of the head on the last: one and the same where they are tied."""
+        module = self.decoder.get_input_embeddings() if self.is_first else self.decoder.get_output_embeddings()
+        weight: nn.Parameter = module.weight
+        return weight
+
+    def one_token(self, device: torch.device) -> Tensor:
+        """An input of a single row, for a forward that only has to touch every parameter."""
+        if self.is_first:
+            return torch.zeros(1, dtype=torch.long, device=device)
+        return torch.zeros(1, self.decoder.config.hidden_size, dtype=next(self.parameters()).dtype, device=device)
+
+
+def _attention(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BGTD: Tensor,
+    value_BGTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    pieces: AttentionContext | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The function that Transformers calls in every attention layer; returns (out_BTHD, no weights)."""
+    if pieces is None:
+        raise UserError("its code does not pass keyword arguments on to its attention, which is not supported yet")
+    check_attention_call(query_BHTD, value_BGTD, attention_mask, options, pieces.max_context)
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
+    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = getattr(module, "layer_idx", None)
+    if layer is None and pieces.kept is not None:
+        raise UserError("its attention layers are not numbered, which sequences in chunks need")
+    return distributed_attention(q_THD, k_TGD, v_TGD, pieces, scale, layer or 0)[None], None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="bytescale"` known to Transformers; calling it again changes nothing."""
+    AttentionInterface.register("bytescale", _attention)
+    AttentionMaskInterface.register("bytescale", _no_mask)
+
+
+def build_decoder(model: ModelConfig, config: Any, seed: int) -> Any:
+    """The decoder in fp32 on the CPU: weights of the checkpoint, or random ones that depend on `seed` alone.
+
+    Raises:
+        UserError: the architecture cannot use our attention, or its weights do not load.
+    """
+    quiet_transformers()
+    register_attention()
+    torch.manual_seed(seed)
+    options = {"attn_implementation": "bytescale", "dtype": torch.float32}
+    name = f"model {config.model_type!r}"
+    try:
+        if model.path is None:
+            decoder, loading = AutoModelForCausalLM.from_config(config, **options), {}
+        else:
+            # Tensors of another shape are let through here and refused by name below.
+            decoder, loading = AutoModelForCausalLM.from_pretrained(
+                model.path,
+                config=config,
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == ("bytescale",):
+            raise UserError(f"{name} does not use the attention interface of Transformers") from None
+        raise UserError(f"{name} cannot be built: {complaint(error)}") from None
+    _check_loading(f"model.path = {model.path}", loading)
+    if not hasattr(decoder.base_model, "layers") or decoder.get_output_embeddings() is None:
+        raise UserError(f"{name} is not a decoder with layers and a language-model head")
+    if decoder.get_output_embeddings().bias is not None:
+        raise UserError(f"{name} has a bias in its head, which is not supported yet")
+    for key, parameter in decoder.named_parameters():
+        if parameter.numel() == 0:
+            raise UserError(f"{name} has a parameter without elements ({key}: {tuple(parameter.shape)})")
+        if not bool(torch.isfinite(parameter.detach()).all()):
+            raise UserError(f"{name} has weights that are not finite ({key})")
+    return decoder
+
+
+def _check_loading(path: str, loading: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose weights are not exactly those of the model: what is missing would stay random."""
+    if mismatched := loading.get("mismatched_keys"):
+        key, stored, wanted = sorted(mismatched, key=str)[0][:3]
+        raise UserError(
+            f"{path}: {len(mismatched)} weights do not have the shape that config.json asks for, first {key}: "
+            f"{tuple(stored)} instead of {tuple(wanted)}"
+        )
+    for kind, problem in (("missing_keys", "lacks"), ("unexpected_keys", "holds, beyond what config.json describes,")):
+        if keys := loading.get(kind):
+            raise UserError(f"{path} {problem} {_some(keys)}; config.json and weights must belong together")
+    if errors := loading.get("error_msgs"):
+        raise UserError(f"{path}: {complaint(ValueError(errors[0]))}")
+
+
+def _some(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more weights" if len(names) > 3 else "")

@@ -1,0 +1,1 @@
+"""Selective activation offloading: what leaves (`offloader`), and where it goes (`tiers`, `disk`, `pinned`)."""

@@ -1,0 +1,129 @@
+"""The published figures: what must hold with few batches, and the shape of every result."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bytescale.cost.predict import lower_bound_s
+from bytescale.errors import UserError
+from bytescale.plan.validate import validate
+from bytescale.planner import plan as make_plan
+from bytescale.planner import plan_with_origin
+from bytescale.reproduction import beyond, systems
+from bytescale.reproduction.beyond import run_strategy
+from bytescale.reproduction.calibration import paper_cluster, read_calibration
+from bytescale.reproduction.case_study import figure_18, figure_20
+from bytescale.reproduction.catalogue import FIGURES
+from bytescale.reproduction.offloading import figure_21
+from bytescale.reproduction.published import published
+from bytescale.reproduction.small_figures import figure_4, figure_5, figure_6
+from bytescale.reproduction.systems import folded_static, paper_workload
+from bytescale.reproduction.throughput import MODELS
+from bytescale.simulator import simulate
+
+K = 1024
+
+
+def test_every_constant_has_a_source() -> None:
+    calibration = read_calibration()
+    assert all(entry["source"] and entry["unit"] for entry in calibration["common"].values())
+    assert all(entry["source"] for entry in calibration["models"].values())
+    assert set(calibration["models"]) == set(MODELS)
+    assert paper_cluster("mistral-8x22b").num_gpus == 12288
+    with pytest.raises(UserError, match="did you mean 'llama-7b'"):
+        paper_cluster("lama-7b")
+
+
+def test_the_published_table_has_96_speedups() -> None:
+    table = published()["fig17"]
+    cells = [table[m][d][s] for m in MODELS for d in ("github", "byted") for s in ("naive", "balance")]
+    assert sum(len(cell) for cell in cells) == 96
+
+
+@pytest.mark.parametrize("context", [64 * K, 100_000])
+def test_a_folded_static_plan_takes_as_long_as_the_whole_one(context: int) -> None:
+    cost = paper_cluster("llama-7b").cost
+    lengths = np.random.default_rng(1).integers(1, 64 * K, 300)
+    arguments = {"hdp_size": 64, "tokens_per_rank": 8192, "cost": cost, "context": context}
+    whole = simulate(make_plan(lengths, "static", **arguments), cost)
+    folded = simulate(folded_static(plan_with_origin, lengths, **arguments), cost)
+    assert folded.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
+    assert float(folded.ranks.communication_s.mean()) == pytest.approx(float(whole.ranks.communication_s.mean()))
+
+
+def test_lengths_meet_the_stated_shares() -> None:
+    rows = [row for row in figure_4() if row.paper is not None]
+    assert len(rows) == 8
+    assert all(abs(row.ours - row.paper) < 0.01 for row in rows if row.paper is not None)
+
+
+def test_the_bubble_of_figure_5() -> None:
+    rows = figure_5()
+    assert rows[-1].ours == pytest.approx(0.33, abs=0.001)
+    assert 1.5 < rows[-1].extra["slow_factor"] < 1.9
+    assert [row.ours for row in rows[:-1]] == sorted(row.ours for row in rows[:-1])
+
+
+def test_attention_share_grows_with_length() -> None:
+    shares = [row.ours for row in figure_6() if row.quantity == "attention share of a layer"]
+    assert shares == sorted(shares)
+
+
+def test_offloading_half_is_free_at_64k_and_all_of_it_at_256k() -> None:
+    rows = {(row.context, row.quantity): row for row in figure_21()}
+    assert rows["64K", "time / time without, offload 0.5"].ours == pytest.approx(1.0, abs=0.005)
+    full = rows["64K", "time / time without, offload 1"]
+    assert full.paper is not None
+    assert abs(full.ours - full.paper) < 0.05
+    assert rows["256K", "time / time without, offload 1"].ours == pytest.approx(1.0)
+
+
+def test_the_case_study_with_few_batches() -> None:
+    rows = {(row.quantity, row.system): row for row in figure_18(plan_with_origin, 4)}
+    share = rows["communication share, ring / (ring + feed-forward)", "static"]
+    assert share.paper is not None
+    assert abs(share.ours - share.paper) < 0.03
+    assert rows["rank time until done, std / mean", "hdp-balance"].extra["most"] < 0.05
+    static, naive, balance = (rows["step s, mean", s].ours for s in ("static", "hdp-naive", "hdp-balance"))
+    assert static > naive > balance
+
+
+def test_the_ablation_states_the_factor_of_every_step() -> None:
+    rows = {row.system: row for row in figure_20(plan_with_origin, 2)}
+    assert rows["static"].ours == 1.0
+    assert rows["loader"].extra["factor"] > 1.0
+    assert rows["balance"].ours > rows["naive"].ours > 1.0
+
+
+def test_best_is_never_slower_and_near_the_bound_without_a_pipeline() -> None:
+    cluster = replace(paper_cluster("llama-7b"), update_s=0.0, hdp_size=256)
+    lengths = paper_workload("byted", 1024 * K, 8 * K * K, 1).batches[0]
+    context = int(lengths.max())
+    times = {}
+    for name in beyond.STRATEGIES:
+        step, _ = run_strategy(plan_with_origin, cluster, lengths, name, context)
+        times[name] = step.step_time_s
+    assert times["best"] <= min(times.values()) * (1 + 1e-9)
+    assert times["best"] <= 1.03 * lower_bound_s(cluster.cost, lengths, cluster.hdp_size)
+
+
+def test_chunks_are_faster_than_whole_sequences_within_their_memory() -> None:
+    cluster = replace(paper_cluster("mistral-8x7b"), update_s=0.0, hdp_size=64)
+    lengths = paper_workload("github", 256 * K, 4 * K * K, 1).batches[0]
+    times = {}
+    for name in ("hdp-balance", "best", "chunked"):
+        step, _ = run_strategy(plan_with_origin, cluster, lengths, name, int(lengths.max()))
+        times[name] = step.step_time_s
+    assert step.plan.layout == "chunks"
+    validate(step.plan)  # its memory rule counts kept tokens and gradients
+    assert times["chunked"] < 0.95 * times["best"] < 0.95 * times["hdp-balance"]
+    assert times["chunked"] >= lower_bound_s(cluster.cost, lengths, 64, 1) / 4
+
+
+def test_every_figure_of_the_catalogue_gives_json() -> None:
+    assert list(FIGURES)[:2] == ["fig4", "fig5"]
+    for row in figure_5():
+        assert json.loads(json.dumps(row.to_dict()))["figure"] == "fig5"
+    assert systems.NUM_BATCHES >= 20
