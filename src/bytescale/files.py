@@ -4,9 +4,12 @@ import os
 import tempfile
 from pathlib import Path
 
+StrPath = str | os.PathLike[str]
 
-def write_text_atomically(path: Path, text: str) -> None:
+
+def write_text_atomically(path: StrPath, text: str) -> None:
     """Write `text` to `path` through a temporary file in the same directory."""
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

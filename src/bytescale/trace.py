@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.errors import UserError
-from bytescale.files import write_text_atomically
+from bytescale.files import StrPath, write_text_atomically
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,19 @@ def trace_to_dict(spans: Iterable[Span], *, max_spans: int = 200_000) -> dict[st
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"spans_left_out": len(spans) - len(kept)}}
 
 
-def write_trace(spans: Iterable[Span], path: Path, *, max_spans: int = 200_000) -> None:
+def write_trace(spans: Iterable[Span], path: StrPath, *, max_spans: int = 200_000) -> None:
     """Store the trace at `path`, atomically."""
     write_text_atomically(path, json.dumps(trace_to_dict(spans, max_spans=max_spans)) + "\n")
 
 
-def read_trace(path: Path) -> list[Span]:
+def read_trace(path: StrPath) -> list[Span]:
     """The spans of a trace file as `write_trace` stores them.
 
     Raises:
         UserError: the file cannot be read or is not such a trace.
     """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         tracks = {(e["pid"], e["tid"]): str(e["args"]["name"]) for e in events if e["name"] == "thread_name"}
         return [_span(event, tracks) for event in events if event["ph"] == "X"]
     except OSError as error:

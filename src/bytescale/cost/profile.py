@@ -28,7 +28,7 @@ import numpy.typing as npt
 from bytescale.arrays import FloatArray
 from bytescale.cost.model import CostModel, DirectionCost, Link, ModelShape
 from bytescale.errors import UserError
-from bytescale.files import write_text_atomically
+from bytescale.files import StrPath, write_text_atomically
 
 Columns = Mapping[str, Sequence[float]]
 
@@ -292,20 +292,20 @@ def beyond_range(profile: Profile, lengths: npt.ArrayLike) -> str | None:
     )
 
 
-def write_profile(profile: Profile, path: Path) -> None:
+def write_profile(profile: Profile, path: StrPath) -> None:
     """Store as JSON, atomically."""
     value = {"format": FORMAT, "version": VERSION, **asdict(profile)}
     write_text_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: StrPath) -> Profile:
     """A stored profile; the fit is made anew from the points, so the file's own coefficients are not trusted.
 
     Raises:
         UserError: the file cannot be read or is not a profile.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read profile {path}: {error.strerror}") from None
     except ValueError:

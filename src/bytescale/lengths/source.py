@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from bytescale.arrays import FloatArray, IntArray
 from bytescale.errors import UserError, nearest
+from bytescale.files import StrPath
 
 _K = 1024
 _LARGEST_FILE_BYTES = 64 * 2**20
@@ -161,12 +162,13 @@ def _named(name: str, rest: str) -> LengthSource:
     return replace(_parse_csv(text, name), listed=None, max_length=max_length)
 
 
-def read_lengths(path: Path) -> LengthSource:
+def read_lengths(path: StrPath) -> LengthSource:
     """The lengths stored in a file.
 
     Raises:
         UserError: unreadable, too large, of an unknown kind, or not lengths; names the file and the place.
     """
+    path = Path(path)
     try:
         size = path.stat().st_size
         if size > _LARGEST_FILE_BYTES and path.suffix not in (".npy", ".parquet"):

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 
 from bytescale.errors import UserError
-from bytescale.files import write_text_atomically
+from bytescale.files import StrPath, write_text_atomically
 from bytescale.plan.step_plan import Layout, Pieces, Prediction, StepPlan, step_plan
 
 FORMAT, VERSION = "bytescale-plan", 1
@@ -42,19 +42,19 @@ def prediction_to_dict(predicted: Prediction) -> dict[str, Any]:
     return {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in values.items()}
 
 
-def write_plan(plan: StepPlan, path: Path) -> None:
+def write_plan(plan: StepPlan, path: StrPath) -> None:
     """Store `plan` at `path`, atomically."""
     write_text_atomically(path, json.dumps(plan_to_dict(plan)) + "\n")
 
 
-def read_plan(path: Path) -> StepPlan:
+def read_plan(path: StrPath) -> StepPlan:
     """Load a plan file. The plan is well-formed but not yet proven; call `validate`.
 
     Raises:
         UserError: the file cannot be read, is not a plan, or a key is missing, of a wrong type or of a wrong length.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read plan {path}: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

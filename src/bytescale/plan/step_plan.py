@@ -29,7 +29,7 @@ def _ints(values: Sequence[int] | IntArray) -> IntArray:
     return np.ascontiguousarray(values, dtype=np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pieces:
     """Parallel columns, one row a piece; all of shape [num_pieces].
 
@@ -49,6 +49,11 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.sequence)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pieces) and all(
+            np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
+        )
 
     def take(self, rows: IntArray) -> "Pieces":
         """The pieces at `rows`, in that order."""
@@ -76,7 +81,7 @@ class Prediction:
     planning_time_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """One global batch, placed. Make it with `step_plan`, which orders the rows.
 
@@ -102,6 +107,25 @@ class StepPlan:
     layout: Layout = "zigzag"
     kept_gradient_share: float = 0.0
     predicted: Prediction | None = field(default=None, compare=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal in all but the prediction."""
+        compared = [f.name for f in fields(self) if f.compare]
+        return isinstance(other, StepPlan) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in compared
+        )
+
+    def __str__(self) -> str:
+        """One line a rank, as in `bytescale.plan.text`; large plans are shortened."""
+        from bytescale.plan.text import MAX_SHOWN, plan_to_text
+
+        return plan_to_text(self, most=MAX_SHOWN)
+
+    def __repr__(self) -> str:
+        return (
+            f"<StepPlan {self.strategy}: {self.num_sequences} sequences, {self.num_tokens} tokens, "
+            f"{len(self.pieces)} pieces on {self.hdp_size} ranks>"
+        )
 
     @property
     def num_sequences(self) -> int:
