@@ -13,7 +13,7 @@ from bytescale.plan.step_plan import step_plan
 from bytescale.plan.zigzag import piece_tokens
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
-from bytescale.runtime.attention.work import attention_layouts, local_layout
+from bytescale.runtime.attention.work import attention_work, local_work
 from bytescale.runtime.p2p import PeerToPeer
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 4, 64
@@ -33,7 +33,7 @@ def degree_one() -> list[dict[str, object]]:
     for dtype in (torch.float32, torch.bfloat16):
         for length in (2048, 4096, 8192):
             q, k, v, dout = _inputs(length, dtype)
-            context = AttentionContext(local_layout([length]), CpuKernel(), comm)
+            context = AttentionContext(local_work([length]), CpuKernel(), comm)
 
             def ours(q=q, k=k, v=v, dout=dout, context=context) -> None:  # type: ignore[no-untyped-def]
                 distributed_attention(q, k, v, context, HEAD_DIM**-0.5).backward(dout)
@@ -63,8 +63,8 @@ def _degree_two(rank: int, size: int, length: int, pairs: int) -> dict[str, floa
         cp_degree=[2, 2],
         cp_index=[0, 1],
     )
-    shared = AttentionContext(attention_layouts(plan, rank)[0], CpuKernel(), comm)
-    whole = AttentionContext(local_layout([length]), CpuKernel(), comm)
+    shared = AttentionContext(attention_work(plan, rank)[0], CpuKernel(), comm)
+    whole = AttentionContext(local_work([length]), CpuKernel(), comm)
     together_s, alone_s, waits_ms = [], [], []
     for repeat in range(pairs + 1):
         q, k, v, dout = _inputs(int(plan.pieces.tokens[rank]), torch.float32)

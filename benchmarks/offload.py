@@ -25,7 +25,7 @@ from benchmarks.common import report
 from bytescale.config.schema import ModelConfig
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.ring import AttentionContext
-from bytescale.runtime.attention.work import local_layout
+from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.hf_config import load_config
 from bytescale.runtime.offload.disk import DiskTier, release_freed_memory
@@ -48,7 +48,7 @@ def one_ratio(
     model = LossModel(build_decoder(model_config, load_config(model_config, length), 0)).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    context = AttentionContext(local_layout([length]), CpuKernel(), PeerToPeer(None, 1.0, CPU))
+    context = AttentionContext(local_work([length]), CpuKernel(), PeerToPeer(None, 1.0, CPU))
     tokens_T, positions_T = torch.arange(length) % 256, torch.arange(length)
     if released:
         release_freed_memory()

@@ -20,7 +20,7 @@ from bytescale.config.schema import ModelConfig
 from bytescale.profiler.measure import Clock, measure_copies, measure_layer, two_layers
 from bytescale.runtime.attention.kernels import AttentionKernel, select_kernel
 from bytescale.runtime.attention.ring import AttentionContext
-from bytescale.runtime.attention.work import local_layout
+from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.hf_config import load_config, model_shape
 from bytescale.runtime.offload.offloader import Offloader
@@ -52,7 +52,7 @@ def steps_at(
     ratio: float, model: LossModel, kernel: AttentionKernel, length: int, num_steps: int, device: torch.device
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Best of `num_steps` at one ratio after a warm-up, and the gradients of a deterministic step, on the host."""
-    context = AttentionContext(local_layout([length]), kernel, PeerToPeer(None, 1.0, device))
+    context = AttentionContext(local_work([length]), kernel, PeerToPeer(None, 1.0, device))
     tokens_T = torch.arange(length, device=device) % 32000
     positions_T = torch.arange(length, device=device)
     offloader = Offloader(model, lambda: PinnedTier(device, HOST_LIMIT_BYTES), 1 << 20)

@@ -8,7 +8,7 @@ import torch
 from bytescale.plan.zigzag import piece_positions
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.ring import AttentionContext, distributed_attention, merge_blocks
-from bytescale.runtime.attention.work import Block, attention_layouts
+from bytescale.runtime.attention.work import Block, attention_work
 from bytescale.runtime.p2p import PeerToPeer
 from tests.plans import placed
 from tests.ranks import RankPool, Ranks
@@ -42,7 +42,7 @@ def sharded(
     plan = placed(lengths, placement, ranks.size)
     comm = PeerToPeer(ranks.group, 60.0, torch.device("cpu"))
     results = []
-    for rows, layout in zip(plan.micro_batch_rows(ranks.rank), attention_layouts(plan, ranks.rank), strict=True):
+    for rows, work in zip(plan.micro_batch_rows(ranks.rank), attention_work(plan, ranks.rank), strict=True):
         parts = []
         for row in rows:
             sequence = int(plan.pieces.sequence[row])
@@ -51,7 +51,7 @@ def sharded(
             parts.append([x[positions] for x in make_inputs(length, heads, dtype, sequence)])
         q, k, v, dout = (torch.cat(columns) for columns in zip(*parts, strict=True))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out = distributed_attention(q, k, v, AttentionContext(layout, CpuKernel(), comm), HEAD_DIM**-0.5)
+        out = distributed_attention(q, k, v, AttentionContext(work, CpuKernel(), comm), HEAD_DIM**-0.5)
         out.backward(dout)
         results.append([out.detach(), q.grad, k.grad, v.grad])
     comm.drain()
@@ -148,8 +148,8 @@ def test_runs_repeat_bit_for_bit(ranks: RankPool) -> None:
 def _strided(ranks: Ranks) -> bool:
     """Views of one packed qkv tensor give the gradients of contiguous inputs."""
     plan = placed([64], [[(0, 0), (1, 0)]], 2)
-    layout = attention_layouts(plan, ranks.rank)[0]
-    context = AttentionContext(layout, CpuKernel(), PeerToPeer(ranks.group, 60.0, torch.device("cpu")))
+    work = attention_work(plan, ranks.rank)[0]
+    context = AttentionContext(work, CpuKernel(), PeerToPeer(ranks.group, 60.0, torch.device("cpu")))
     packed = torch.randn(32, 3, 4, HEAD_DIM, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64)
     views = packed.clone().requires_grad_()
     out = distributed_attention(views[:, 0], views[:, 1], views[:, 2], context, 0.2)

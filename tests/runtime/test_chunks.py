@@ -14,7 +14,7 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import validate
 from bytescale.runtime.attention.kept_kv import KeptKv
 from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.attention.work import KeptRows, attention_layouts
+from bytescale.runtime.attention.work import KeptRows, attention_work
 from bytescale.runtime.fsdp import full_gradients, shard_model
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
@@ -133,9 +133,9 @@ def test_every_key_is_seen_once_by_every_later_query() -> None:
     plan = THREE
     pairs = 0
     for rank in range(3):
-        for layout in attention_layouts(plan, rank):
-            pairs += sum((b.q_end - b.q_begin) * (b.q_end - b.q_begin + 1) // 2 for b in layout.local)
-            blocks: list[Any] = [*layout.kept_blocks, *(b for step in layout.steps for b in step.blocks)]
+        for work in attention_work(plan, rank):
+            pairs += sum((b.q_end - b.q_begin) * (b.q_end - b.q_begin + 1) // 2 for b in work.local)
+            blocks: list[Any] = [*work.kept_blocks, *(b for step in work.steps for b in step.blocks)]
             pairs += sum((b.q_end - b.q_begin) * (b.kv_end - b.kv_begin) for b in blocks)
     assert pairs == sum(n * (n + 1) // 2 for n in plan.lengths.tolist())
 

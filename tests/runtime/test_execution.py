@@ -10,7 +10,7 @@ from bytescale.plan.validate import validate
 from bytescale.plan.zigzag import piece_positions
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
-from bytescale.runtime.attention.work import attention_layouts
+from bytescale.runtime.attention.work import attention_work
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.train.step import check_same_plan
 from tests.plans import placed, valid_plans
@@ -45,8 +45,8 @@ def _outputs(ranks: Ranks, plan: StepPlan, changed: int, position: int) -> dict[
     world = world_of(ranks)
     outputs: dict[int, torch.Tensor] = {}
     data = step_data(plan, ranks.rank)
-    layouts = attention_layouts(plan, ranks.rank)
-    for rows, micro_batch, layout in zip(plan.micro_batch_rows(ranks.rank), data.micro_batches, layouts, strict=True):
+    works = attention_work(plan, ranks.rank)
+    for rows, micro_batch, work in zip(plan.micro_batch_rows(ranks.rank), data.micro_batches, works, strict=True):
         begin = 0
         input_ids = torch.from_numpy(micro_batch.input_ids.copy())
         for row in rows:
@@ -56,7 +56,7 @@ def _outputs(ranks: Ranks, plan: StepPlan, changed: int, position: int) -> dict[
                 where = begin + held.tolist().index(position)
                 input_ids[where] = (input_ids[where] + 1) % 97
             begin += len(held)
-        context = AttentionContext(layout, CpuKernel(), world.comm)
+        context = AttentionContext(work, CpuKernel(), world.comm)
         with torch.no_grad():
             hidden = model.hidden_states(input_ids, torch.from_numpy(micro_batch.position_ids), context)
         begin = 0
@@ -106,7 +106,7 @@ def _wait_for_nobody(ranks: Ranks) -> str:
     if ranks.rank != 0:
         return ""
     plan = placed([64], [[(0, 0), (1, 0)]], 2)
-    context = AttentionContext(attention_layouts(plan, 0)[0], CpuKernel(), comm)
+    context = AttentionContext(attention_work(plan, 0)[0], CpuKernel(), comm)
     x_TND = torch.randn(32, 4, 8)
     try:
         distributed_attention(x_TND, x_TND, x_TND, context, 1.0)

@@ -27,7 +27,7 @@ from bytescale.config.schema import ModelConfig
 from bytescale.cost.model import ModelShape
 from bytescale.runtime.attention.kernels import AttentionKernel
 from bytescale.runtime.attention.ring import AttentionContext
-from bytescale.runtime.attention.work import Block, local_layout
+from bytescale.runtime.attention.work import Block, local_work
 from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.loss import token_loss_sum
 from bytescale.runtime.offload.tiers import Copy, Partition, Tier
@@ -133,7 +133,7 @@ def _pass(model: LossModel, length: int, kernel: AttentionKernel, probe: _LayerP
     """Forward and backward of the layers alone, on one sequence."""
     device = next(model.parameters()).device
     comm = PeerToPeer(None, 1.0, device)
-    context = AttentionContext(local_layout([length]), kernel, comm)
+    context = AttentionContext(local_work([length]), kernel, comm)
     ids_T = torch.arange(length, device=device) % model.decoder.config.vocab_size
     with probe.on(model.layers[MEASURED_LAYER]):
         hidden_TE = model.hidden_states(ids_T, torch.arange(length, device=device), context)

@@ -105,7 +105,7 @@ class _Stage:
     def run(self, order: Sequence[tuple[int, int]], on_operation: Lap) -> Tensor:
         for (number, direction), then in zip_longest(order, order[1:]):
             # A micro-batch without tokens on this rank has nothing to compute and nothing to send, on every stage.
-            if self.micro_batches[number].context.layout.num_tokens:
+            if self.micro_batches[number].context.work.num_tokens:
                 if direction == FORWARD:
                     self._forward(number, then)
                 else:
@@ -145,7 +145,7 @@ class _Stage:
     def _send(self, number: int, direction: int, tensor: Tensor, expected: tuple[int, int] | None) -> None:
         """Send to the neighbour in `direction`; receive in the same exchange what the next operation needs from it."""
         receives = []
-        if expected is not None and self.micro_batches[expected[0]].context.layout.num_tokens:
+        if expected is not None and self.micro_batches[expected[0]].context.work.num_tokens:
             receives = [expected]
         self._post([(number, direction, tensor)], receives)
 
@@ -169,7 +169,7 @@ class _Stage:
         ]
         incoming = []
         for number, direction in receives:
-            num_tokens = self.micro_batches[number].context.layout.num_tokens
+            num_tokens = self.micro_batches[number].context.work.num_tokens
             buffer = torch.empty(
                 (num_tokens, self.position.hidden_size), dtype=self.position.dtype, device=self.loss_sum.device
             )

@@ -20,7 +20,7 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.attention.kept_kv import KeptKv
 from bytescale.runtime.attention.kernels import AttentionKernel
 from bytescale.runtime.attention.ring import AttentionContext
-from bytescale.runtime.attention.work import attention_layouts, local_layout
+from bytescale.runtime.attention.work import attention_work, local_work
 from bytescale.runtime.fsdp import gather, reduce
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.offload.offloader import Offloader, OffloadReport
@@ -108,7 +108,7 @@ def run_step(
     offloaded = offloader.end_step() if offloader is not None else OffloadReport()
     timeline.lap("drain", "wait")
     with collective(world.rank, f"step {data.step}: reducing the gradients"):
-        reduce(model, AttentionContext(local_layout([1]), kernel, world.comm), data.batch.total_targets)
+        reduce(model, AttentionContext(local_work([1]), kernel, world.comm), data.batch.total_targets)
         if model.is_tied:
             add_tied_gradients(model, position, world.other_end)
     timeline.lap("reduce", "reduce")
@@ -134,11 +134,13 @@ def _stage_inputs(
     kernel: AttentionKernel, world: World, data: StepData, offloader: Offloader | None, kept: KeptKv | None
 ) -> list[StageInput]:
     """The micro-batches of this pipeline, as this stage needs them."""
-    layouts = attention_layouts(data.plan, world.hdp_rank)
+    work = attention_work(data.plan, world.hdp_rank)
     leaving = _leaving(offloader, data.plan, world.hdp_rank)
     return [
-        StageInput(*_to_device(tokens, world.device), AttentionContext(layout, kernel, world.comm, kept=kept), leave)
-        for tokens, layout, leave in zip(data.micro_batches, layouts, leaving, strict=True)
+        StageInput(
+            *_to_device(tokens, world.device), AttentionContext(micro_batch_work, kernel, world.comm, kept=kept), leave
+        )
+        for tokens, micro_batch_work, leave in zip(data.micro_batches, work, leaving, strict=True)
     ]
 
 

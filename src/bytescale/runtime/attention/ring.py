@@ -22,36 +22,44 @@ fixed order, so a run repeats bit for bit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bytescale.runtime.attention.kept_kv import KeptKv
 from bytescale.runtime.attention.kernels import AttentionKernel
-from bytescale.runtime.attention.work import AttentionLayout, Block, Parcel, RingStep
+from bytescale.runtime.attention.work import AttentionWork, Block, Parcel, RingStep
 from bytescale.runtime.p2p import Message, PeerToPeer, Transfer
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
 class AttentionContext:
-    """What attention needs to know of a micro-batch; goes through the model's forward as keyword argument `pieces`.
+    """What attention needs to know of a micro-batch; goes through the model's forward as `attention_context`.
+
+    A plain class on purpose: FSDP2 walks through every dataclass and container among the arguments of a module and
+    rebuilds it, in every layer of every call.
 
     Attributes:
-        layout: what is exchanged and computed.
+        work: what is exchanged and computed.
         kernel: computes blocks.
         comm: exchanges with other ranks.
-        kept: keys and values of earlier chunks; None where the plan has none.
         max_context: longest sequence that is to come; a layer that asks for a shorter window is refused.
+        kept: keys and values of earlier chunks; None where the plan has none.
     """
 
-    layout: AttentionLayout
-    kernel: AttentionKernel
-    comm: PeerToPeer
-    max_context: int = 0
-    kept: KeptKv | None = None
+    __slots__ = ("comm", "kept", "kernel", "max_context", "work")
+
+    def __init__(
+        self,
+        work: AttentionWork,
+        kernel: AttentionKernel,
+        comm: PeerToPeer,
+        max_context: int = 0,
+        kept: KeptKv | None = None,
+    ) -> None:
+        self.work, self.kernel, self.comm = work, kernel, comm
+        self.max_context, self.kept = max_context, kept
 
 
 def distributed_attention(
@@ -68,8 +76,8 @@ def distributed_attention(
     Returns:
         out_THD for the rows of this rank.
     """
-    if q_THD.shape[0] != context.layout.num_tokens:
-        raise ValueError(f"micro-batch has {context.layout.num_tokens} tokens, attention was given {q_THD.shape[0]}")
+    if q_THD.shape[0] != context.work.num_tokens:
+        raise ValueError(f"micro-batch has {context.work.num_tokens} tokens, attention was given {q_THD.shape[0]}")
     out: Tensor = _RingAttention.apply(q_THD, k_TGD, v_TGD, context, scale, layer)
     return out
 
@@ -79,7 +87,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float, layer: int
     ) -> Tensor:
-        for rows in context.layout.stored:
+        for rows in context.work.stored:
             kept_of(context).put(layer, rows, k_TGD, v_TGD)
         k_SGD, v_SGD = _source(k_TGD, v_TGD, context, layer)
         out_THD, lse_TH = _forward(q_THD, k_SGD, v_SGD, context, scale)
@@ -94,9 +102,9 @@ class _RingAttention(torch.autograd.Function):
         k_SGD, v_SGD = _source(k_TGD, v_TGD, context, ctx.layer)
         run = _Backward(dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, context, ctx.scale).run
         dq_THD, dk_SGD, dv_SGD = run()
-        for rows in context.layout.kept:
+        for rows in context.work.kept:
             kept_of(context).add_gradients(ctx.layer, rows, dk_SGD, dv_SGD)
-        for rows in context.layout.stored:
+        for rows in context.work.stored:
             if (later := kept_of(context).take_gradients(ctx.layer, rows)) is not None:
                 dk_SGD[rows.begin : rows.end] += later[0]
                 dv_SGD[rows.begin : rows.end] += later[1]
@@ -112,10 +120,10 @@ def kept_of(context: AttentionContext) -> KeptKv:
 
 def _source(k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, layer: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the micro-batch, then those kept of earlier chunks."""
-    if not context.layout.kept:
+    if not context.work.kept:
         return k_TGD, v_TGD
     keys, values = [k_TGD], [v_TGD]
-    for rows in context.layout.kept:
+    for rows in context.work.kept:
         k_parts, v_parts = kept_of(context).earlier(layer, rows)
         keys += k_parts
         values += v_parts
@@ -129,20 +137,20 @@ def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 def _forward(
     q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, context: AttentionContext, scale: float
 ) -> tuple[Tensor, Tensor]:
-    layout, kernel = context.layout, context.kernel
-    if layout.num_tokens == 0:
+    work, kernel = context.work, context.kernel
+    if work.num_tokens == 0:
         return torch.empty_like(q_THD), q_THD.new_empty(q_THD.shape[:2], dtype=_accumulator_dtype(q_THD.dtype))
-    if not layout.steps and not layout.kept_blocks:
-        return kernel.forward(q_THD, k_SGD, v_SGD, layout.local, causal=True, scale=scale)
+    if not work.steps and not work.kept_blocks:
+        return kernel.forward(q_THD, k_SGD, v_SGD, work.local, causal=True, scale=scale)
     exchange = _KvExchange(context, k_SGD, v_SGD)
     exchange.post(1)
-    out, lse_TH = kernel.forward(q_THD, k_SGD, v_SGD, layout.local, causal=True, scale=scale)
+    out, lse_TH = kernel.forward(q_THD, k_SGD, v_SGD, work.local, causal=True, scale=scale)
     out_THD = out.to(_accumulator_dtype(q_THD.dtype), memory_format=torch.contiguous_format)
     lse_TH = lse_TH.contiguous()
-    if layout.kept_blocks:
-        kept_PHD, kept_lse_PH = kernel.forward(q_THD, k_SGD, v_SGD, layout.kept_blocks, causal=False, scale=scale)
-        merge_blocks(out_THD, lse_TH, kept_PHD, kept_lse_PH, layout.kept_blocks)
-    for number, step in enumerate(layout.steps, start=1):
+    if work.kept_blocks:
+        kept_PHD, kept_lse_PH = kernel.forward(q_THD, k_SGD, v_SGD, work.kept_blocks, causal=False, scale=scale)
+        merge_blocks(out_THD, lse_TH, kept_PHD, kept_lse_PH, work.kept_blocks)
+    for number, step in enumerate(work.steps, start=1):
         k_RGD, v_RGD = exchange.take(number)
         exchange.post(number + 1)
         if step.blocks:
@@ -184,7 +192,7 @@ class _KvExchange:
 
     def post(self, number: int) -> None:
         """Start ring step `number`, if there is one."""
-        steps = self.context.layout.steps
+        steps = self.context.work.steps
         if number > len(steps):
             return
         step = steps[number - 1]
@@ -237,28 +245,28 @@ class _Backward:
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the queries, and of all rows of the source buffer in the type they were added up in."""
-        layout = self.context.layout
-        if layout.num_tokens == 0:
+        work = self.context.work
+        if work.num_tokens == 0:
             return torch.zeros_like(self.q_THD), torch.zeros_like(self.k_SGD), torch.zeros_like(self.v_SGD)
-        if not layout.steps and not layout.kept_blocks and not layout.stored:
-            return self._kernel(self.k_SGD, self.v_SGD, layout.local, causal=True)
+        if not work.steps and not work.kept_blocks and not work.stored:
+            return self._kernel(self.k_SGD, self.v_SGD, work.local, causal=True)
         dtype = _accumulator_dtype(self.q_THD.dtype)
         self.dq_THD, self.dk_SGD, self.dv_SGD = (
             torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (self.q_THD, self.k_SGD, self.v_SGD)
         )
         exchange = _KvExchange(self.context, self.k_SGD, self.v_SGD)
         exchange.post(1)
-        self._add_local(layout.early_causal, causal=True)
-        self._add_local(layout.early_full, causal=False)
-        self._add_local(layout.kept_blocks, causal=False)
+        self._add_local(work.early_causal, causal=True)
+        self._add_local(work.early_full, causal=False)
+        self._add_local(work.kept_blocks, causal=False)
         returning: tuple[RingStep, Transfer, Tensor] | None = None
-        for number, step in enumerate(layout.steps, start=1):
+        for number, step in enumerate(work.steps, start=1):
             k_RGD, v_RGD = exchange.take(number)
             exchange.post(number + 1)
             dkv_R2GD = self._ring_step(step, k_RGD, v_RGD)
             previous, returning = returning, self._return_dkv(number, step, dkv_R2GD)
             self._collect(previous)
-        self._add_local(layout.late_causal, causal=True)
+        self._add_local(work.late_causal, causal=True)
         self._collect(returning)
         exchange.close()
         return self.dq_THD.to(self.q_THD.dtype), self.dk_SGD, self.dv_SGD

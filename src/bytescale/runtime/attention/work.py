@@ -90,7 +90,7 @@ class KeptRows:
 
 
 @dataclass(frozen=True)
-class AttentionLayout:
+class AttentionWork:
     """All attention work of one micro-batch of one rank.
 
     The source buffer holds the T rows of the micro-batch, then what is kept of earlier chunks.
@@ -157,11 +157,11 @@ def needed_rows(source: int, consumer: int, source_runs: PieceRuns, consumer_run
     return (source_runs.num_tokens if consumer_runs.num_back_tokens else 0), consumer_runs.num_front_tokens
 
 
-def attention_layouts(plan: StepPlan, rank: int) -> list[AttentionLayout]:
-    """The layouts of all micro-batches of `rank`, in order of execution. Plans with zig-zag pieces only."""
+def attention_work(plan: StepPlan, rank: int) -> list[AttentionWork]:
+    """The work of all micro-batches of `rank`, in order of execution. Plans with zig-zag pieces only."""
     assert plan.pieces.cp_index is not None, "block plans have no ring"
     rows, begin = plan.sequence_rows()
-    layouts = []
+    work = []
     for micro_batch in plan.micro_batch_rows(rank):
         members: list[_Member] = []
         offset = int(plan.pieces.tokens[micro_batch].sum())
@@ -171,8 +171,8 @@ def attention_layouts(plan: StepPlan, rank: int) -> list[AttentionLayout]:
             before = members[-1].offset + members[-1].runs(members[-1].cp_index).num_tokens if members else 0
             members.append(replace(member, offset=before, kept_offset=offset))
             offset += member.kept_on(member.cp_index)
-        layouts.append(_layout(members, int(plan.pieces.tokens[micro_batch].sum())))
-    return layouts
+        work.append(_work(members, int(plan.pieces.tokens[micro_batch].sum())))
+    return work
 
 
 def _member(plan: StepPlan, row: int, rows: IntArray) -> _Member:
@@ -197,16 +197,16 @@ def _member(plan: StepPlan, row: int, rows: IntArray) -> _Member:
     )
 
 
-def local_layout(lengths: list[int]) -> AttentionLayout:
-    """The layout of whole sequences packed on one rank: no ring."""
+def local_work(lengths: list[int]) -> AttentionWork:
+    """The work of whole sequences packed on one rank: no ring."""
     members, offset = [], 0
     for sequence, length in enumerate(lengths):
         members.append(_Member(sequence, length, 0, (0,), offset))
         offset += length
-    return _layout(members, offset)
+    return _work(members, offset)
 
 
-def _layout(members: list[_Member], num_tokens: int) -> AttentionLayout:
+def _work(members: list[_Member], num_tokens: int) -> AttentionWork:
     local, early_causal, early_full, late_causal = [], [], [], []
     for m in members:
         runs = m.runs(m.cp_index)
@@ -219,7 +219,7 @@ def _layout(members: list[_Member], num_tokens: int) -> AttentionLayout:
         early_full.append(Block(middle, end, m.offset, middle))
         late_causal.append(Block(middle, end, middle, end))
     num_steps = max((len(m.ranks) for m in members), default=1) - 1
-    return AttentionLayout(
+    return AttentionWork(
         num_tokens=num_tokens,
         local=_without_empty(local),
         steps=tuple(_ring_step(members, step) for step in range(1, num_steps + 1)),

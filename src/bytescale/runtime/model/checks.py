@@ -14,7 +14,7 @@ import torch
 from bytescale.errors import UserError
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.ring import AttentionContext
-from bytescale.runtime.attention.work import local_layout
+from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.p2p import PeerToPeer
 
 POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -181,11 +181,11 @@ def _ours(decoder: Any, name: str, input_ids_T: torch.Tensor, lengths: list[int]
     """hidden_TE of the sequences in one pack."""
     decoder.set_attn_implementation("bytescale")
     comm = PeerToPeer(None, 1.0, torch.device("cpu"))
-    context = AttentionContext(local_layout(lengths), CpuKernel(), comm, max_context)
+    context = AttentionContext(local_work(lengths), CpuKernel(), comm, max_context)
     position_ids_T = torch.cat([torch.arange(length) for length in lengths])
     try:
         output = decoder.base_model(
-            input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, pieces=context
+            input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, attention_context=context
         )
     except UserError as error:
         raise UserError(f"{name}: {error}") from None

@@ -1,9 +1,9 @@
 """Hugging Face decoders, trained through our attention.
 
 Our function is registered in Transformers' attention interface under the name `bytescale`, and in its mask interface
-returning no mask: what may attend to what follows from the pieces, which travel through the model's forward as the
-keyword argument `pieces` and reach every layer, recomputation included. No model code of our own: `LossModel` wraps a
-decoder so that embedding, layers, head and loss are one module, which FSDP2 shards as one root.
+returning no mask: what may attend to what follows from the plan, and travels through the model's forward as the keyword
+argument `attention_context`, which reaches every layer, recomputation included. No model code of our own: `LossModel`
+wraps a decoder so that embedding, layers, head and loss are one module, which FSDP2 shards as one root.
 
 Shapes: T rows of the micro-batch, no padding, no batch dimension outside this file.
 """
@@ -53,28 +53,33 @@ class LossModel(nn.Module):
         layers: nn.ModuleList = self.decoder.base_model.layers
         return layers
 
-    def forward(self, source: Tensor, labels_T: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
+    def forward(
+        self, source: Tensor, labels_T: Tensor, position_ids_T: Tensor, attention_context: AttentionContext
+    ) -> Tensor:
         """On the last stage the cross-entropy summed over the micro-batch's targets, a scalar; else hidden_1TE.
 
         Args:
             source: input_ids_T on the first stage, hidden_TE on later ones.
             labels_T: next tokens; used by the last stage.
             position_ids_T: index of each token in its sequence.
-            pieces: the micro-batch.
+            attention_context: the micro-batch.
         """
-        hidden_1TE = self._hidden_states(source, position_ids_T, pieces)
+        hidden_1TE = self._hidden_states(source, position_ids_T, attention_context)
         if not self.is_last:
             return hidden_1TE
         return token_loss_sum(hidden_1TE[0], self.decoder.get_output_embeddings().weight, labels_T)
 
-    def hidden_states(self, source: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
+    def hidden_states(self, source: Tensor, position_ids_T: Tensor, attention_context: AttentionContext) -> Tensor:
         """Hidden states after the last layer here, and after the final norm on the last stage. [T, hidden_size]."""
-        return self._hidden_states(source, position_ids_T, pieces)[0]
+        return self._hidden_states(source, position_ids_T, attention_context)[0]
 
-    def _hidden_states(self, source: Tensor, position_ids_T: Tensor, pieces: AttentionContext) -> Tensor:
+    def _hidden_states(self, source: Tensor, position_ids_T: Tensor, attention_context: AttentionContext) -> Tensor:
         name = "input_ids" if self.is_first else "inputs_embeds"
         output = self.decoder.base_model(
-            **{name: source[None]}, position_ids=position_ids_T[None], use_cache=False, pieces=pieces
+            **{name: source[None]},
+            position_ids=position_ids_T[None],
+            use_cache=False,
+            attention_context=attention_context,
         )
         hidden_1TE: Tensor = output.last_hidden_state
         return hidden_1TE
@@ -99,19 +104,19 @@ def _attention(
     value_BGTD: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    pieces: AttentionContext | None = None,
+    attention_context: AttentionContext | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The function that Transformers calls in every attention layer; returns (out_BTHD, no weights)."""
-    if pieces is None:
+    if attention_context is None:
         raise UserError("its code does not pass keyword arguments on to its attention, which is not supported yet")
-    check_attention_call(query_BHTD, value_BGTD, attention_mask, options, pieces.max_context)
+    check_attention_call(query_BHTD, value_BGTD, attention_mask, options, attention_context.max_context)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     layer = getattr(module, "layer_idx", None)
-    if layer is None and pieces.kept is not None:
+    if layer is None and attention_context.kept is not None:
         raise UserError("its attention layers are not numbered, which sequences in chunks need")
-    return distributed_attention(q_THD, k_TGD, v_TGD, pieces, scale, layer or 0)[None], None
+    return distributed_attention(q_THD, k_TGD, v_TGD, attention_context, scale, layer or 0)[None], None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
