@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from bytescale.plan.memory import resident_tokens
 from bytescale.plan.step_plan import StepPlan, step_plan
-from bytescale.plan.validate import PlanError, resident_tokens, validate
+from bytescale.plan.validate import PlanError, validate
 from tests.plans import columns_of, plan_of, rebuilt, valid_plans
 
 Columns = dict[str, list[float]]

@@ -12,9 +12,10 @@ from bytescale.cost import preset_cost
 from bytescale.cost.predict import durations, predict
 from bytescale.cost.traffic import attention_traffic_tokens
 from bytescale.plan.file import plan_from_dict, plan_to_dict
+from bytescale.plan.memory import in_flight_tokens
 from bytescale.plan.order import BACKWARD, FORWARD, one_f_one_b, unit_sizes_of
 from bytescale.plan.step_plan import StepPlan, step_plan
-from bytescale.plan.validate import PlanError, in_flight_tokens, validate
+from bytescale.plan.validate import PlanError, validate
 from bytescale.plan.zigzag import piece_positions
 from bytescale.planner import plan
 from bytescale.planner.explain import explain_sequences, explain_step

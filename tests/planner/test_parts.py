@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bytescale.cost import dense_flops, preset_cost
 from bytescale.cost.model import layer_time_s
-from bytescale.plan.validate import resident_tokens
+from bytescale.plan.memory import resident_tokens
 from bytescale.planner.parts.degrees import (
     OFFLOAD_CAP,
     least_ratio,

@@ -20,15 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import IntArray
 from bytescale.errors import UserError
-from bytescale.plan.order import BACKWARD, find_cycle, gangs_of, most_in_flight, operation_edges
+from bytescale.plan.memory import in_flight_tokens, resident_tokens
+from bytescale.plan.order import BACKWARD, find_cycle, gangs_of, operation_edges
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.zigzag import piece_tokens
-
-NUM_RESIDENT_LAYERS = 2
-"""Layers whose activations never leave the device: the running one and the one in flight (paper, Eq. 3)."""
-
 
 MAX_RANKS = 2**22
 MAX_STAGES = 2**12
@@ -53,12 +50,6 @@ class PlanReport:
     idle_ranks: IntArray
     num_gangs: int
     peak_tokens: float
-
-
-def resident_tokens(tokens: IntArray, offload_ratio: FloatArray, num_layers: int) -> FloatArray:
-    """Token-equivalents that pieces keep on the device: tokens * (k + (1 - r)(l - k)) / l. Same shape as `tokens`."""
-    resident = min(NUM_RESIDENT_LAYERS, num_layers)
-    return tokens * (resident + (1.0 - offload_ratio) * (num_layers - resident)) / num_layers
 
 
 def validate(plan: StepPlan) -> PlanReport:
@@ -274,18 +265,6 @@ def _check_kept(plan: StepPlan) -> None:
             f"rank {rank} holds {most[rank, stage]:.6g} tokens at stage {stage} between forward and backward; "
             f"pp_size * tokens_per_rank is {limit}"
         )
-
-
-def in_flight_tokens(plan: StepPlan) -> FloatArray:
-    """Most token-equivalents (rule 2) between forward and backward, kept gradients counted. [hdp_size, pp_size]."""
-    pieces = plan.pieces
-    kept = resident_tokens(pieces.tokens, pieces.offload_ratio, plan.num_layers)
-    if plan.layout == "chunks":
-        assert pieces.token_begin is not None and pieces.token_end is not None
-        is_part = pieces.token_end - pieces.token_begin < plan.lengths[pieces.sequence]
-        kept = kept + np.where(is_part, plan.kept_gradient_share * pieces.tokens, 0.0)
-    held = np.bincount(plan.micro_batch_ids(), weights=kept, minlength=int(plan.num_micro_batches().sum()))
-    return most_in_flight(plan, np.asarray(held, np.float64))
 
 
 def _check_order(plan: StepPlan) -> int:

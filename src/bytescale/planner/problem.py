@@ -4,7 +4,6 @@
 sequence no set of ranks can hold is refused by name before anything is placed. Cost: O(sequences).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +14,8 @@ import numpy.typing as npt
 from bytescale.arrays import FloatArray, IntArray
 from bytescale.cost.model import CostModel
 from bytescale.errors import UserError, counted
-from bytescale.plan.validate import MAX_RANKS, NUM_RESIDENT_LAYERS
+from bytescale.plan.memory import capacity_tokens
+from bytescale.plan.validate import MAX_RANKS
 
 Offload = Literal["auto", "off"] | float
 
@@ -70,13 +70,6 @@ class Problem:
         """Tokens a micro-batch may hold at the largest ratio allowed."""
         ratio = 1.0 if self.offload == "auto" else self.fixed_ratio
         return capacity_tokens(self.tokens_per_rank, ratio, self.num_layers)
-
-
-def capacity_tokens(tokens_per_rank: int, offload_ratio: float, num_layers: int) -> int:
-    """Largest n with n * (k + (1 - r)(l - k)) / l <= C, k = min(2, l)."""
-    resident = min(NUM_RESIDENT_LAYERS, num_layers)
-    kept = (resident + (1.0 - offload_ratio) * (num_layers - resident)) / num_layers
-    return math.floor(tokens_per_rank / kept * (1 + 1e-12))
 
 
 def check_lengths(lengths: Sequence[int] | npt.ArrayLike) -> IntArray:

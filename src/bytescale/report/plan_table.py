@@ -15,8 +15,9 @@ from bytescale.cost.model import CostModel
 from bytescale.cost.traffic import attention_bytes
 from bytescale.errors import counted
 from bytescale.plan.file import prediction_to_dict
+from bytescale.plan.memory import in_flight_tokens
 from bytescale.plan.step_plan import StepPlan
-from bytescale.plan.validate import PlanReport, in_flight_tokens
+from bytescale.plan.validate import PlanReport
 from bytescale.planner.explain import SequenceReason, StepReason
 from bytescale.report import units
 

@@ -17,7 +17,7 @@ import numpy as np
 from bytescale.arrays import IntArray
 from bytescale.cost.predict import degree_one_work_s, lower_bound_s
 from bytescale.errors import UserError
-from bytescale.plan.validate import in_flight_tokens
+from bytescale.plan.memory import in_flight_tokens
 from bytescale.reproduction.calibration import PaperCluster, paper_cluster
 from bytescale.reproduction.rows import PlanFunction, Row
 from bytescale.reproduction.systems import K, folded_static, paper_workload

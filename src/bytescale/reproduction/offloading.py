@@ -9,8 +9,8 @@ Cost: nothing.
 import numpy as np
 
 from bytescale.cost.model import CostModel, with_recompute
+from bytescale.plan.memory import resident_tokens
 from bytescale.plan.step_plan import step_plan
-from bytescale.plan.validate import resident_tokens
 from bytescale.reproduction.calibration import paper_cluster
 from bytescale.reproduction.published import published
 from bytescale.reproduction.rows import Row

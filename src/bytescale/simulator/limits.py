@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from bytescale.cost.model import ClusterSpec, CostModel, ModelShape, rank_time_s, with_recompute
 from bytescale.errors import UserError
-from bytescale.plan.validate import NUM_RESIDENT_LAYERS
+from bytescale.plan.memory import NUM_RESIDENT_LAYERS
 from bytescale.simulator.memory import HEAD_CHUNK_TOKENS, LOGIT_BYTES, layer_bytes_per_token, state_bytes
 
 

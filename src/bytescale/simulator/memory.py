@@ -20,8 +20,8 @@ import numpy as np
 from bytescale.arrays import FloatArray
 from bytescale.cost.model import CostModel, ModelShape
 from bytescale.cost.predict import stage_layers
+from bytescale.plan.memory import in_flight_tokens, resident_tokens
 from bytescale.plan.step_plan import StepPlan
-from bytescale.plan.validate import in_flight_tokens, resident_tokens
 from bytescale.simulator.overheads import GRADIENT_BYTES, PARAMETER_BYTES
 
 Sharding = Literal["zero1", "fsdp"]

@@ -15,7 +15,7 @@ import torch
 
 from bytescale.config.schema import Config
 from bytescale.errors import UserError, counted
-from bytescale.plan.validate import NUM_RESIDENT_LAYERS
+from bytescale.plan.memory import NUM_RESIDENT_LAYERS
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.offload.disk import DiskTier, check_directory
 from bytescale.runtime.offload.offloader import Offloader

@@ -17,9 +17,9 @@ from bytescale.cost.predict import stage_layers
 from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
 from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
 from bytescale.errors import UserError, counted, nearest
+from bytescale.plan.memory import capacity_tokens
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner import STRATEGIES, plan
-from bytescale.planner.problem import capacity_tokens
 from bytescale.runtime.model.hf_config import load_config, model_shape
 from bytescale.runtime.model.stages import layer_ranges
 from bytescale.train.offload import check_offloading

@@ -25,8 +25,8 @@ import numpy as np
 
 from bytescale.arrays import FloatArray, IntArray
 from bytescale.cost.model import constant_s, layer_time_s, piece_times_s
-from bytescale.plan.validate import NUM_RESIDENT_LAYERS
-from bytescale.planner.problem import Problem, capacity_tokens, too_long
+from bytescale.plan.memory import NUM_RESIDENT_LAYERS, capacity_tokens, kept_share, least_offload_ratio
+from bytescale.planner.problem import Problem, too_long
 
 OFFLOAD_CAP = 1.5
 """Most tokens of a rank under the paper's rule, as a multiple of C; beyond it fewer ranks lose more than they free."""
@@ -64,12 +64,7 @@ class Degrees:
 
 def least_ratio(problem: Problem, lengths: IntArray, degree: IntArray) -> FloatArray:
     """r(D): least offload ratio with which pieces of ceil(s / D) tokens fit; above 1 where none does."""
-    num_layers = problem.num_layers
-    resident = min(NUM_RESIDENT_LAYERS, num_layers)
-    tokens = -(-lengths // degree)
-    if resident == num_layers:
-        return np.where(tokens > problem.tokens_per_rank, np.inf, 0.0)
-    return np.maximum(0.0, (1.0 - problem.tokens_per_rank / tokens) * num_layers / (num_layers - resident))
+    return least_offload_ratio(-(-lengths // degree), problem.tokens_per_rank, problem.num_layers)
 
 
 def hidden_ratio(problem: Problem, lengths: IntArray) -> FloatArray:
@@ -97,8 +92,7 @@ def paper_degrees(problem: Problem) -> Degrees:
     if num_layers > resident:
         high = hidden_ratio(problem, lengths)
         low = np.minimum(1.0, num_layers * capacity / ((num_layers - resident) * lengths))
-        kept = (resident + (1.0 - high) * (num_layers - resident)) / num_layers
-        by_copy = np.ceil(kept * lengths / capacity - 1e-9).astype(np.int64)
+        by_copy = np.ceil(kept_share(high, num_layers) * lengths / capacity - 1e-9).astype(np.int64)
         by_cap = np.ceil(lengths / (OFFLOAD_CAP * capacity)).astype(np.int64)
         fewest = np.maximum(np.maximum(by_copy, by_cap), 1)
         # Pieces are whole tokens, so the least ratio can lie a token above the hidden one: then one more rank.

@@ -17,8 +17,8 @@ import numpy as np
 from bytescale.arrays import FloatArray, IntArray
 from bytescale.cost.makespan import makespan
 from bytescale.cost.predict import durations, rank_times_s
+from bytescale.plan.memory import in_flight_tokens
 from bytescale.plan.step_plan import StepPlan
-from bytescale.plan.validate import in_flight_tokens
 from bytescale.planner.parts.degrees import least_work_degrees, power_of_two, stage_time_s, widen
 from bytescale.planner.problem import Problem
 from bytescale.planner.search.pipeline_candidate import Shape, stacked_plan

@@ -11,11 +11,12 @@ sum of those would exceed C. Every gang is one aligned block of ranks: no cycle 
 import numpy as np
 
 from bytescale.errors import UserError, counted
+from bytescale.plan.memory import capacity_tokens
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import group_time_s
 from bytescale.planner.parts.packing import next_fit
 from bytescale.planner.parts.rows import plan_of_groups, spread
-from bytescale.planner.problem import Problem, capacity_tokens
+from bytescale.planner.problem import Problem
 
 
 def static_degree(problem: Problem) -> int:

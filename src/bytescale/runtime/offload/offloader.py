@@ -28,7 +28,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bytescale.plan.validate import NUM_RESIDENT_LAYERS
+from bytescale.plan.memory import NUM_RESIDENT_LAYERS
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.offload.tiers import Copy, LeavingRows, Stash, Tier, leaving_rows, partition
 
