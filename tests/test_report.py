@@ -29,7 +29,7 @@ from bytescale.report import (
 )
 from bytescale.report.run_report import read_metrics
 from bytescale.report.svg import MAX_POINTS, Series, bar_chart, line_chart, nice_ticks, thinned, timeline
-from bytescale.trace import Span, write_trace
+from bytescale.trace import span_between, write_trace
 
 STEP = {
     "step": 1,
@@ -104,7 +104,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     run_directory(tmp_path)
     write_summary(SUMMARY, tmp_path / "summary.json")
     (tmp_path / "config.toml").write_text('[run]\ndir = "<script>alert(1)</script>"\n')
-    spans = [Span("step 2", "step", 1.0, 2.0, 0), Span("</svg><b>", "forward", 1.5, 0.5, 3)]
+    spans = [span_between("step 2", "step", 1.0, 3.0, 0), span_between("</svg><b>", "forward", 1.5, 2.0, 3)]
     write_trace(spans, tmp_path / "trace.json")
     path = write_report(tmp_path)
     assert path == tmp_path / "report.html"
@@ -134,7 +134,7 @@ def test_odd_values_are_left_out(tmp_path: Path) -> None:
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
     run_directory(tmp_path, steps=20_000)
-    spans = [Span(f"span {n}", "forward", n / 10, 0.05, n % 100) for n in range(20_000)]
+    spans = [span_between(f"span {n}", "forward", n / 10, n / 10 + 0.05, n % 100) for n in range(20_000)]
     write_trace(spans, tmp_path / "trace.json")
     text = write_report(tmp_path).read_text()
     assert len(text) < 1_000_000
@@ -245,7 +245,7 @@ def test_any_bar_chart_is_well_formed(bars: list[tuple[str, float]]) -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e3), st.integers(0, 80)), max_size=30))
 def test_any_timeline_is_well_formed(rows: list[tuple[float, float, int]]) -> None:
-    _svg(timeline([Span("<&>", "forward", start, length, rank) for start, length, rank in rows]))
+    _svg(timeline([span_between("<&>", "forward", start, start + length, rank) for start, length, rank in rows]))
 
 
 def _svg(text: str) -> None:

@@ -1,6 +1,7 @@
 """Trace files: what viewers need, and the way back."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,17 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.errors import UserError
-from bytescale.trace import Span, last_step, read_trace, trace_to_dict, write_trace
+from bytescale.trace import Span, last_step, read_trace, span_between, trace_to_dict, write_trace
+from tests.traces import check_trace
 
 SPANS = st.lists(
     st.builds(
         Span,
         name=st.text(max_size=8),
         category=st.sampled_from(["forward", "wait", "step"]),
-        start_s=st.integers(0, 10**7).map(lambda us: us / 1e6),
-        duration_s=st.integers(0, 10**6).map(lambda us: us / 1e6),
+        start_ns=st.integers(0, 10**8).map(lambda eighths: 125 * eighths),
+        duration_ns=st.integers(0, 10**7).map(lambda eighths: 125 * eighths),
         rank=st.integers(0, 5),
         track=st.sampled_from(["compute", "send"]),
+        args=st.dictionaries(st.sampled_from(["tokens", "sequences"]), st.integers(0, 9) | st.lists(st.integers(0, 9))),
     ),
     max_size=20,
 )
@@ -30,15 +33,18 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, spans: list[Span])
     write_trace(spans, path)
     got = read_trace(path)
     assert sorted(map(_key, got)) == sorted(map(_key, spans))
-    assert [span.start_s for span in got] == sorted(span.start_s for span in spans)
+    assert [span.start_ns for span in got] == sorted(span.start_ns for span in spans)
 
 
 def _key(span: Span) -> tuple[object, ...]:
-    return span.start_s, span.duration_s, span.rank, span.track, span.name, span.category
+    return span.start_ns, span.duration_ns, span.rank, span.track, span.name, span.category, json.dumps(span.args)
 
 
 def test_the_form_that_viewers_read() -> None:
-    spans = [Span("forward 0", "forward", 0.001, 0.5, 1), Span("kv", "send", 0.002, 0.25, 1, "send")]
+    spans = [
+        Span("forward 0", "forward", 10**6, 5 * 10**8, 1, args={"tokens": 7}),
+        Span("kv", "send", 2 * 10**6, 25 * 10**7, 1, "send"),
+    ]
     events = trace_to_dict(spans)["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
     assert complete[0] == {
@@ -49,6 +55,7 @@ def test_the_form_that_viewers_read() -> None:
         "dur": 500_000.0,
         "pid": 1,
         "tid": 0,
+        "args": {"tokens": 7},
     }
     names = {(e["name"], e["pid"], e["tid"]): e["args"].get("name") for e in events if e["ph"] == "M"}
     assert names["process_name", 1, 0] == "rank 1"
@@ -57,24 +64,28 @@ def test_the_form_that_viewers_read() -> None:
 
 
 def test_the_file_is_bounded_and_says_so() -> None:
-    spans = [Span(str(i), "forward", float(i), float(i), 0) for i in range(10)]
+    spans = [Span(str(i), "forward", i, i, 0) for i in range(10)]
     trace = trace_to_dict(spans, max_spans=3)
     assert [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"] == ["7", "8", "9"]
     assert trace["otherData"] == {"spans_left_out": 7}
 
 
+def span(name: str, category: str, start_s: float, duration_s: float, rank: int, track: str = "compute") -> Span:
+    return span_between(name, category, start_s, start_s + duration_s, rank, track)
+
+
 def test_last_step() -> None:
-    old, new = Span("a", "forward", 0.5, 0.1, 1), Span("b", "forward", 1.5, 0.1, 1)
-    steps = [Span("step 1", "step", 0.0, 1.0, 0), Span("step 2", "step", 1.0, 1.0, 0)]
+    old, new = span("a", "forward", 0.5, 0.1, 1), span("b", "forward", 1.5, 0.1, 1)
+    steps = [span("step 1", "step", 0.0, 1.0, 0), span("step 2", "step", 1.0, 1.0, 0)]
     assert last_step([old, *steps, new]) == [new]
-    early = Span("c", "forward", 0.95, 0.1, 2)
-    own = [Span("step 1", "step", 0.0, 0.9, 2), Span("step 2", "step", 0.9, 1.0, 2)]
+    early = span("c", "forward", 0.95, 0.1, 2)
+    own = [span("step 1", "step", 0.0, 0.9, 2), span("step 2", "step", 0.9, 1.0, 2)]
     assert last_step([old, *steps, *own, early, new]) == [early, new]
     stages = [
-        Span(f"step {n}", "step", n - late, 1.0, 0, f"stage {late > 0} step") for n in (0, 1) for late in (0, 0.01)
+        span(f"step {n}", "step", n - late, 1.0, 0, f"stage {late > 0} step") for n in (0, 1) for late in (0, 0.01)
     ]
-    first = Span("gather", "gather", 0.99, 0.01, 0, "stage 1")
-    assert last_step([Span("a", "forward", 0.5, 0.1, 0), *stages, first]) == [first]
+    first = span("gather", "gather", 0.99, 0.01, 0, "stage 1")
+    assert last_step([span("a", "forward", 0.5, 0.1, 0), *stages, first]) == [first]
     assert last_step([old, new]) == [old, new]
     assert last_step([]) == []
 
@@ -88,3 +99,14 @@ def test_foreign_files_are_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(UserError, match="No such file"):
         read_trace(tmp_path / "none.json")
     assert json.dumps(trace_to_dict([]))
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=2, max_size=30, unique=True))
+def test_neighbours_meet_and_never_overlap_however_a_reader_rounds(points: list[int]) -> None:
+    points.sort()
+    spans = [Span("x", "forward", a, b - a, 0) for a, b in pairwise(points)]
+    whole = Span("step", "step", points[0], points[-1] - points[0], 0)
+    check_trace(json.dumps(trace_to_dict([whole, *spans])))
+    simulated = [span_between("x", "forward", a / 7e6, b / 7e6, 0) for a, b in pairwise(points)]
+    assert all(a.end_ns == b.start_ns for a, b in pairwise(simulated))
+    check_trace(json.dumps(trace_to_dict(simulated)))

@@ -34,6 +34,7 @@ from bytescale.simulator.outcome import model_flops
 from bytescale.simulator.workload import split_overlong
 from bytescale.trace import trace_to_dict, write_trace
 from tests.simulator.plans import linear_cost, plan_of
+from tests.traces import check_trace
 
 K = 1024
 
@@ -166,7 +167,8 @@ def test_spans_do_not_overlap_and_cover_the_step() -> None:
             assert own[0].start_s == 0.0
             assert own[-1].end_s == pytest.approx(step.step_time_s)
             for before, after in pairwise(own):
-                assert after.start_s == pytest.approx(before.end_s, abs=1e-9)
+                assert after.start_ns == before.end_ns
+    check_trace(json.dumps(trace_to_dict(spans)))
     with pytest.raises(UserError, match="rank 4 is not in the plan"):
         step_spans(step, [4])
 

@@ -13,7 +13,7 @@ import numpy as np
 from bytescale.errors import UserError
 from bytescale.plan.order import BACKWARD, FORWARD, rank_order
 from bytescale.simulator.engine import SimulatedStep
-from bytescale.trace import Span
+from bytescale.trace import Span, span_between
 
 _NAMES = {FORWARD: "forward", BACKWARD: "backward"}
 
@@ -35,12 +35,12 @@ def step_spans(step: SimulatedStep, ranks: Sequence[int]) -> list[Span]:
             track = _track(step, stage)
             begin = extra.gather_s
             if extra.gather_s > 0:
-                spans.append(Span("gather parameters", "gather", 0.0, extra.gather_s, rank, track))
-            last_end = begin
+                spans.append(span_between("gather parameters", "gather", 0.0, extra.gather_s, rank, track))
+            last_end_ns = round(begin * 1e9)
             for span in _operations(step, rank, stage, int(first[rank]), begin):
                 spans.append(span)
-                last_end = max(last_end, span.end_s)
-            spans += _closing(step, rank, track, last_end)
+                last_end_ns = max(last_end_ns, span.end_ns)
+            spans += _closing(step, rank, track, last_end_ns)
     return spans
 
 
@@ -57,7 +57,7 @@ def _operations(step: SimulatedStep, rank: int, stage: int, first: int, begin: f
         start, end = begin + float(operations.start_s[at]), begin + float(operations.end_s[at])
         name = f"{_NAMES[direction]} micro-batch {number}"
         if start > before:
-            yield Span("wait", "wait", before, start - before, rank, track)
+            yield span_between("wait", "wait", before, start, rank, track)
         clock = start
         exposed = (
             (parts.compute_s, _NAMES[direction]),
@@ -65,27 +65,28 @@ def _operations(step: SimulatedStep, rank: int, stage: int, first: int, begin: f
             (parts.copy_s, "copy"),
         )
         for table, category in exposed:
-            duration = min(float(table[at]), end - clock)
-            if duration > 0:
-                yield Span(name, category, clock, duration, rank, track)
-                clock += duration
+            until = min(clock + float(table[at]), end)
+            if until > clock:
+                yield span_between(name, category, clock, until, rank, track)
+                clock = until
         if end > clock:
-            yield Span("wait for gang", "wait", clock, end - clock, rank, track)
+            yield span_between("wait for gang", "wait", clock, end, rank, track)
         copy_track = others + ("d2h" if direction == FORWARD else "h2d")
         for table, kind, where in ((parts.transfer_s, "p2p", f"{others}p2p"), (parts.copying_s, "offload", copy_track)):
-            duration = min(float(table[at]), end - start)
-            if duration > 0:
-                yield Span(name, kind, start, duration, rank, where)
+            until = min(start + float(table[at]), end)
+            if until > start:
+                yield span_between(name, kind, start, until, rank, where)
         before = end
 
 
-def _closing(step: SimulatedStep, rank: int, track: str, last_end: float) -> Iterator[Span]:
+def _closing(step: SimulatedStep, rank: int, track: str, last_end_ns: int) -> Iterator[Span]:
     extra = step.overheads
     clock = extra.gather_s + step.makespan_s
-    if clock > last_end:
-        yield Span("wait", "wait", last_end, clock - last_end, rank, track)
+    wait_ns = round(clock * 1e9) - last_end_ns
+    if wait_ns > 0:
+        yield Span("wait", "wait", last_end_ns, wait_ns, rank, track)
     closing = (("reduce gradients", extra.reduce_s), ("update", extra.update_s), ("input", step.exposed_input_s))
     for name, duration in closing:
         if duration > 0:
-            yield Span(name, name.split()[0], clock, duration, rank, track)
+            yield span_between(name, name.split()[0], clock, clock + duration, rank, track)
             clock += duration

@@ -27,7 +27,7 @@ from bytescale.runtime.offload.offloader import Offloader, OffloadReport
 from bytescale.runtime.p2p import collective
 from bytescale.runtime.pipeline import StageInput, add_tied_gradients, run_stage
 from bytescale.runtime.world import World
-from bytescale.trace import Span
+from bytescale.trace import Span, span_between
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepResult:
         pipeline_wait_s: time in the compute phase that other stages were waited for.
         bytes_sent: by attention.
         offload: what was offloaded.
-        spans: timeline, seconds as `time.perf_counter` counts them.
+        spans: timeline, nanoseconds as `time.perf_counter_ns` counts them.
     """
 
     loss_sum: float
@@ -59,15 +59,14 @@ class _Timeline:
     def __init__(self, world: World) -> None:
         self.world = world
         self.spans: list[Span] = []
-        self.mark_s = time.perf_counter()
+        self.mark_ns = time.perf_counter_ns()
 
-    def lap(self, name: str, category: str) -> float:
-        """Close a span that began where the last one ended; returns its seconds."""
+    def lap(self, name: str, category: str) -> None:
+        """Close a span that began where the last one ended."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        begin_s, self.mark_s = self.mark_s, time.perf_counter()
-        self.spans.append(Span(name, category, begin_s, self.mark_s - begin_s, self.world.rank))
-        return self.mark_s - begin_s
+        begin_ns, self.mark_ns = self.mark_ns, time.perf_counter_ns()
+        self.spans.append(Span(name, category, begin_ns, self.mark_ns - begin_ns, self.world.rank))
 
     def operation(self, number: int, direction: int) -> None:
         """Close the span of one operation of the schedule."""
@@ -116,7 +115,7 @@ def run_step(
     pipeline_wait_s = sum(wait.duration_s for wait in pipeline_waits)
     wait_s = pipeline_wait_s + sum(wait.duration_s for wait in attention_waits)
     waits = [
-        Span(f"wait {w.what}", "wait", w.begin_s, w.duration_s, world.rank, track=f"{w.what} wait")
+        span_between(f"wait {w.what}", "wait", w.begin_s, w.begin_s + w.duration_s, world.rank, f"{w.what} wait")
         for w in (*attention_waits, *pipeline_waits)
     ]
     return StepResult(
@@ -155,15 +154,22 @@ def _leaving(offloader: Offloader | None, plan: StepPlan, rank: int) -> Iterator
 
 def _offload_spans(report: OffloadReport, rank: int) -> list[Span]:
     """One track a direction, and one for the time that compute waited."""
-    spans = [
-        Span(
-            f"{copy.num_bytes / 2**20:.1f} MiB {copy.direction}", "offload", copy.begin_s, copy.duration_s, rank, track
-        )
-        for copy in report.copies
-        for track in (f"offload {copy.direction}",)
-    ]
-    return spans + [
-        Span("wait copy", "wait", begin_s, wait_s, rank, "offload wait") for begin_s, wait_s in report.waits
+    return [
+        *(
+            span_between(
+                f"{copy.num_bytes / 2**20:.1f} MiB {copy.direction}",
+                "offload",
+                copy.begin_s,
+                copy.begin_s + copy.duration_s,
+                rank,
+                f"offload {copy.direction}",
+            )
+            for copy in report.copies
+        ),
+        *(
+            span_between("wait copy", "wait", begin_s, begin_s + wait_s, rank, "offload wait")
+            for begin_s, wait_s in report.waits
+        ),
     ]
 
 

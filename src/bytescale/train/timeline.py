@@ -13,19 +13,19 @@ from bytescale.runtime.world import World
 from bytescale.trace import Span
 
 
-def on_a_common_clock(steps: Iterable[Sequence[Span]]) -> list[Span]:
-    """Spans from this process's `perf_counter` to the wall clock, which the ranks of a machine share."""
-    offset_s = time.time() - time.perf_counter()
-    return [replace(span, start_s=span.start_s + offset_s) for spans in steps for span in spans]
+def to_wall_clock(steps: Iterable[Sequence[Span]]) -> list[Span]:
+    """Spans from this process's `perf_counter_ns` to the wall clock, which the ranks of a machine share."""
+    offset_ns = time.time_ns() - time.perf_counter_ns()
+    return [replace(span, start_ns=span.start_ns + offset_ns) for spans in steps for span in spans]
 
 
-def from_zero(spans: Sequence[Span]) -> list[Span]:
+def shift_to_zero(spans: Sequence[Span]) -> list[Span]:
     """Spans with their origin at the first of them."""
-    origin_s = min((span.start_s for span in spans), default=0.0)
-    return [replace(span, start_s=span.start_s - origin_s) for span in spans]
+    origin_ns = min((span.start_ns for span in spans), default=0)
+    return [replace(span, start_ns=span.start_ns - origin_ns) for span in spans]
 
 
-def in_pipeline(spans: Sequence[Span], world: World) -> list[Span]:
+def group_by_pipeline(spans: Sequence[Span], world: World) -> list[Span]:
     """Spans of this rank under its pipeline and stage; as they are where there is one stage."""
     if world.pp_size == 1:
         return list(spans)

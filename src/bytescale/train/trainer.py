@@ -39,7 +39,7 @@ from bytescale.train.prepare import Prepared, prepare, static_bytes
 from bytescale.train.run_dir import check_unused, open_run_dir, writing
 from bytescale.train.step import run_step
 from bytescale.train.summary import RunTotals
-from bytescale.train.timeline import from_zero, in_pipeline, on_a_common_clock
+from bytescale.train.timeline import group_by_pipeline, shift_to_zero, to_wall_clock
 
 NUM_TRACED_STEPS = 3
 """The last steps of a run whose timeline is kept."""
@@ -178,7 +178,7 @@ class _Run:
         )
 
     def _step(self, data: StepData) -> StepMetrics:
-        begin_s = time.perf_counter()
+        begin_ns = time.perf_counter_ns()
         reset_peak_memory(self.world.device)
         result = run_step(self.model, self.kernel, self.world, data, self.offloader)
         rate = learning_rate(data.step, self.config.train)
@@ -187,12 +187,12 @@ class _Run:
             grad_norm = self._gradient_norm()
             _check_finite(data.step, "gradient norm", grad_norm)
             clip_gradients(self.model, grad_norm, self.config.train.grad_clip)
-        update_s = time.perf_counter()
+        update_ns = time.perf_counter_ns()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        end_s = time.perf_counter()
-        step_span = Span(f"step {data.step}", "step", begin_s, end_s - begin_s, self.world.rank, track="step")
-        update = Span("update", "update", update_s, end_s - update_s, self.world.rank)
+        end_ns = time.perf_counter_ns()
+        step_span = Span(f"step {data.step}", "step", begin_ns, end_ns - begin_ns, self.world.rank, track="step")
+        update = Span("update", "update", update_ns, end_ns - update_ns, self.world.rank)
         self.traced.append((step_span, *result.spans, update))
         with collective(self.world.rank, f"step {data.step}: metrics"):
             metrics = gather_metrics(
@@ -201,7 +201,7 @@ class _Run:
                 result,
                 grad_norm=grad_norm,
                 lr=rate,
-                step_time_s=data.data_wait_s + end_s - begin_s,
+                step_time_s=data.data_wait_s + (end_ns - begin_ns) / 1e9,
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
             )
         _check_finite(data.step, "loss", metrics.loss)
@@ -218,13 +218,13 @@ class _Run:
     def _finish(self, num_skipped_steps: int) -> None:
         """Trace, model and summary."""
         with collective(self.world.rank, "collecting the trace"):
-            traces = self.world.gather_objects(in_pipeline(on_a_common_clock(self.traced), self.world))
+            traces = self.world.gather_objects(group_by_pipeline(to_wall_clock(self.traced), self.world))
         if self.config.run.save_model:
             with collective(self.world.rank, "saving the model"):
                 save_model(self.model, self.prepared, self.run_dir / "model", self.config, self.world)
         if self.leads:
             with writing(self.run_dir):
-                write_trace(from_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
+                write_trace(shift_to_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
                 write_summary(self.totals.summary(num_skipped_steps), self.run_dir / "summary.json")
 
 
