@@ -91,6 +91,8 @@ def test_tables_fit_into_120_columns() -> None:
         "degree_1_share": 0.881,
         "attention_bytes": 2.5e15,
         "planning_time_s": 0.713,
+        "peak_memory_bytes": 1.02e12,
+        "fits": False,
         "main_loss": "exposed communication",
         "error": "",
     }
@@ -237,3 +239,34 @@ def test_bad_lengths_by_the_api(values: Any, words: str) -> None:
 
     with pytest.raises(UserError, match=words):
         make(values, hdp_size=2, tokens_per_rank=8, cost=preset_cost())
+
+
+def test_plan_and_compare_say_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--lengths", "github", "--batch-tokens", "1M", "--ranks", "64", "--model", "llama-70b"]
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "does not fit: the fullest GPU needs" in shown
+    assert "raise --tp-size or --pp-size" in shown
+    assert main(["compare", *words, "--strategies", "static,best"]) == 0
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown
+    assert "1.00x" not in shown and "no fit" in shown
+    assert main(["plan", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert main(["plan", *words[:-2], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+
+
+def test_hosts_have_memory_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--lengths", "lognormal:mean=65536,sigma=0.1,max=131072", "--batch-tokens", "4M", "--ranks", "64"]
+    assert main(["plan", *words, "--strategy", "hdp-naive", "--offload", "1", "--tokens-per-rank", "8K"]) == 0
+    assert "does not fit: offloading needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stages", "why"), [("1", "chunks need a pipeline"), ("2", "no chunk made a step shorter")])
+def test_chunked_says_when_nothing_was_chunked(stages: str, why: str, tmp_path: Path, capsys: Any) -> None:
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text("[100, 100, 100, 100, 100, 100, 100, 100]")
+    words = ["--lengths", str(lengths), "--ranks", "2", "--pp-size", stages, "--strategy", "chunked"]
+    assert main(["plan", *words]) == 0
+    assert why in capsys.readouterr().out

@@ -29,7 +29,7 @@ from bytescale.simulator import (
     step_spans,
     stratified_batches,
 )
-from bytescale.simulator.memory import layer_bytes_per_token, state_bytes
+from bytescale.simulator.memory import HOST_SHARE, layer_bytes_per_token, state_bytes
 from bytescale.simulator.outcome import model_flops
 from bytescale.simulator.workload import split_overlong
 from bytescale.trace import trace_to_dict, write_trace
@@ -108,6 +108,34 @@ def test_context_limits_name_what_binds_and_agree_with_the_planner() -> None:
     assert given_c[0].max_length == 16 * 4096
     for limit in given_c[1:]:
         make_plan([limit.max_length], "hdp-naive", hdp_size=16, tokens_per_rank=4096, cost=cost, offload="auto")
+
+
+@pytest.mark.parametrize(
+    ("model", "hdp_size", "tp_size", "pp_size"),
+    [("llama-7b", 64, 1, 1), ("llama-70b", 8, 8, 1), ("llama-70b", 4, 8, 2), ("mistral-8x7b", 8, 8, 4)],
+)
+def test_an_offered_capacity_fits_real_batches(model: str, hdp_size: int, tp_size: int, pp_size: int) -> None:
+    shape, cluster = model_shape(model), cluster_spec("h100")
+    for recompute in (False, True):
+        cost = preset_cost(model, "h100", tp_size=tp_size, recompute=recompute)
+        limits = context_limits(shape, cluster, cost, hdp_size=hdp_size, tp_size=tp_size, pp_size=pp_size)
+        whole = [(limits[0], "off")] if recompute else [(limits[0], "off"), (limits[2], "auto"), (limits[2], "longest")]
+        for limit, offload in whole:
+            capacity = limit.tokens_per_rank
+            lengths = [limit.max_length] if offload == "longest" else [capacity * 3, *[capacity] * (6 * hdp_size)]
+            for strategy in ("hdp-naive", "best"):
+                plan = make_plan(
+                    lengths,
+                    strategy,
+                    hdp_size=hdp_size,
+                    pp_size=pp_size,
+                    tokens_per_rank=capacity,
+                    cost=cost,
+                    offload="off" if offload == "off" else "auto",
+                )
+                memory = peak_memory(plan, shape, cost, tp_size=tp_size)
+                assert memory.total_bytes.max() <= cluster.memory_bytes
+                assert memory.host_bytes.max() <= HOST_SHARE * cluster.host_memory_bytes
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:

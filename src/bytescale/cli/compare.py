@@ -7,12 +7,19 @@ from typing import Any
 import click
 import numpy as np
 
+from bytescale.cli.machine import MEMORY_FIGURES, Machine, described_machine, memory_figures, misfit
 from bytescale.cli.planning import Request, planning_options, request, wide_console
 from bytescale.errors import UserError, counted, nearest
 from bytescale.plan.validate import validate
 from bytescale.planner import PIPELINE_ONLY, STRATEGIES, plan_with_origin
-from bytescale.report.plan_table import chunk_words, comparison_notes, comparison_table, plan_figures
-from bytescale.simulator import main_loss, mean_shares, shares, simulate
+from bytescale.report.plan_table import (
+    chunk_words,
+    comparison_notes,
+    comparison_table,
+    nothing_chunked,
+    plan_figures,
+)
+from bytescale.simulator import main_loss, mean_shares, peak_memory, shares, simulate
 
 _MEANS = ("step_time_s", "gap", "imbalance", "idle_share", "degree_1_share", "attention_bytes", "planning_time_s")
 
@@ -42,7 +49,8 @@ def compare(strategies: str | None, num_batches: int, as_json: bool, **options: 
         raise UserError("--strategies is empty")
     asked = request(**options)
     drawn = asked.batches(num_batches)
-    rows = [_row(name, asked, drawn) for name in names]
+    machine = described_machine(options)
+    rows = [_row(name, asked, machine, drawn) for name in names]
     base = next((row["step_time_s"] for row in rows if not row["error"]), None)
     for row in rows:
         if not row["error"]:
@@ -50,24 +58,27 @@ def compare(strategies: str | None, num_batches: int, as_json: bool, **options: 
     if as_json:
         click.echo(json.dumps(rows))
     else:
-        _print(rows, asked, drawn)
+        _print(rows, asked, machine, drawn)
     if all(row["error"] for row in rows):
         raise UserError("no strategy asked for can plan these batches")
 
 
-def _print(rows: list[dict[str, Any]], asked: Request, drawn: list[Any]) -> None:
+def _print(rows: list[dict[str, Any]], asked: Request, machine: Machine, drawn: list[Any]) -> None:
     tokens, sequences = np.mean([(batch.sum(), len(batch)) for batch in drawn], axis=0)
     title = (
         f"{asked.source.name}: {counted(len(drawn), 'batch')}, {tokens:.0f} tokens and {sequences:.0f} "
-        f"sequences in the mean, {counted(asked.ranks, 'rank')}, {asked.cost.name} ({asked.cost.provenance})"
+        f"sequences on average, {counted(asked.ranks, 'rank')}, {asked.cost.name} ({asked.cost.provenance})"
     )
     console = wide_console()
     console.print(comparison_table(rows, title))
-    for note in comparison_notes(rows):
+    planned = [row for row in rows if not row["error"]]
+    for note in (*comparison_notes(rows), misfit(planned, machine.cluster.name)):
+        if note is None:
+            continue
         console.print(note, highlight=False, soft_wrap=True)
 
 
-def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
+def _row(name: str, asked: Request, machine: Machine, drawn: list[Any]) -> dict[str, Any]:
     """Means over the batches; `error` when one of them cannot be planned."""
     figures, steps = [], []
     origins: dict[str, int] = {}
@@ -76,7 +87,8 @@ def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
             made, origin = plan_with_origin(lengths, name, **asked.arguments(allow_blocks=True))
         except UserError as error:
             return {"strategy": name, "error": str(error), "note": ""}
-        figures.append(plan_figures(made, validate(made), asked.cost, tp_size=asked.tp_size, origin=origin))
+        memory = memory_figures(machine, peak_memory(made, machine.model, machine.cost, tp_size=asked.tp_size))
+        figures.append(plan_figures(made, validate(made), asked.cost, tp_size=asked.tp_size, origin=origin) | memory)
         steps.append(simulate(made, asked.cost, rank_speed=asked.relative_speed))
         if origin != name:
             origins[origin] = origins.get(origin, 0) + 1
@@ -87,6 +99,7 @@ def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
         "strategy": name,
         "error": "",
         **row,
+        **_fullest(figures),
         "gap_max": max(f["gap"] for f in figures),
         "tokens_per_s": tokens / sum(f["step_time_s"] for f in figures),
         "batches": len(figures),
@@ -94,8 +107,14 @@ def _row(name: str, asked: Request, drawn: list[Any]) -> dict[str, Any]:
         "shares": asdict(parts),
         "main_loss": main_loss(parts),
         "origins": origins,
-        "note": _note(figures, origins),
+        "note": nothing_chunked(name, figures) or _note(figures, origins),
     }
+
+
+def _fullest(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """The memory of the batch that needs most; one that does not fit comes first."""
+    worst = max(figures, key=lambda f: (f["fits"] is False, f["peak_memory_bytes"]))
+    return {key: worst[key] for key in MEMORY_FIGURES}
 
 
 def _note(figures: list[dict[str, Any]], origins: dict[str, int]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from bytescale.cli.machine import described_machine, memory_figures, misfit
 from bytescale.cli.planning import is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
 from bytescale.plan.file import read_plan, write_plan
@@ -13,7 +14,14 @@ from bytescale.plan.validate import validate
 from bytescale.planner import STRATEGIES, plan_with_origin
 from bytescale.planner.explain import explain_sequences, explain_step
 from bytescale.report.plan_plot import draw_plan
-from bytescale.report.plan_table import explanation_lines, explanation_table, plan_figures, plan_table
+from bytescale.report.plan_table import (
+    explanation_lines,
+    explanation_table,
+    nothing_chunked,
+    plan_figures,
+    plan_table,
+)
+from bytescale.simulator import peak_memory
 
 _STRATEGY_HELP = "How to place: " + ", ".join(STRATEGIES) + "."
 
@@ -49,7 +57,9 @@ def plan(
     lengths = asked.batches(1)[0]
     made, origin = plan_with_origin(lengths, strategy, **asked.arguments(allow_blocks=allow_blocks))
     report = validate(made)
+    machine = described_machine(options)
     figures = plan_figures(made, report, asked.cost, tp_size=asked.tp_size, origin=origin)
+    figures |= memory_figures(machine, peak_memory(made, machine.model, machine.cost, tp_size=asked.tp_size))
     step = explain_step(made, asked.cost)
     reasons = explain_sequences(made, asked.cost) if explain else []
     if out is not None:
@@ -68,6 +78,9 @@ def plan(
         console.print(explanation_table(reasons))
         for line in explanation_lines(step, figures):
             console.print(line, highlight=False)
+    for note in (misfit([figures], machine.cluster.name), nothing_chunked(strategy, [figures])):
+        if note is not None:
+            console.print(note, highlight=False, soft_wrap=True)
     for what, path in (("plan", out), ("picture", plot)):
         if path is not None:
             console.print(f"{what} written to {path}", highlight=False, soft_wrap=True)

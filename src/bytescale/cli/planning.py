@@ -107,6 +107,7 @@ _OPTIONS = (
     click.option("--context", type=TokenCount(), help="Longest sequence static must hold [default: the longest]."),
     click.option("--model", default="llama-7b", show_default=True, help="Model preset."),
     click.option("--cluster", default="h100", show_default=True, help="Cluster preset."),
+    click.option("--recompute", is_flag=True, help="Activation checkpointing of every layer."),
     click.option(
         "--cost",
         "--profile",
@@ -151,6 +152,7 @@ def request(
     context: int | None,
     model: str,
     cluster: str,
+    recompute: bool,
     cost_name: str | None,
     offload: str,
     rank_speed: Path | None,
@@ -183,7 +185,7 @@ def request(
         batch_tokens=batch_tokens,
         batch_sequences=batch_sequences,
         context=context,
-        cost=chosen_cost(model, cluster, cost_name, tp_size),
+        cost=chosen_cost(model, cluster, cost_name, tp_size, recompute=recompute),
         offload=parse_offload(offload),
         seed=seed,
         rank_speed=None if rank_speed is None else read_rank_speed(rank_speed),
@@ -191,11 +193,13 @@ def request(
     )
 
 
-def chosen_cost(model: str, cluster: str, cost_name: str | None, tp_size: int) -> CostModel:
+def chosen_cost(model: str, cluster: str, cost_name: str | None, tp_size: int, *, recompute: bool = False) -> CostModel:
     """The cost model of the names; `--cost` replaces the cluster, a profile the model as well."""
     if cost_name is None:
         cluster_spec(cluster)
-        return preset_cost(model, cluster, tp_size=tp_size)
+        return preset_cost(model, cluster, tp_size=tp_size, recompute=recompute)
+    if recompute:
+        raise UserError(f"--recompute goes with --model and --cluster; leave it out beside --cost {cost_name}")
     if (profile := chosen_profile(cost_name)) is not None:
         if tp_size != 1:
             raise UserError(f"--profile {cost_name} was measured on ranks of one device; --tp-size is {tp_size}")

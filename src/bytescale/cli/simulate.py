@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from bytescale.cli.machine import Machine, described_machine, misfit
+from bytescale.cli.machine import Machine, described_machine, memory_figures, misfit
 from bytescale.cli.planning import Request, is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
 from bytescale.plan.file import prediction_to_dict, read_plan
@@ -24,6 +24,7 @@ from bytescale.simulator import (
     SimulatedStep,
     StepOverheads,
     context_limits,
+    peak_memory,
     simulate,
     step_figures,
     step_overheads,
@@ -107,7 +108,7 @@ def simulate_command(
         return
     console = wide_console()
     console.print(simulation_table(rows, f"{machine.cost.name} ({machine.cost.provenance})"))
-    if (line := misfit(machine, max(row["peak_memory_bytes"] for row in rows))) is not None:
+    if (line := misfit(rows, machine.cluster.name)) is not None:
         console.print(line, highlight=False, soft_wrap=True)
     for what, path in (("trace", trace), ("timeline", plot)):
         if path is not None:
@@ -136,10 +137,9 @@ def _check_planned(max_length: bool) -> None:
 def _figures(step: SimulatedStep, machine: Machine, tp_size: int, origin: str) -> dict[str, Any]:
     plan = step.plan
     figures = step_figures(step, machine.model, machine.cost, tp_size=tp_size, cluster=machine.peak_of)
-    known, peak = machine.memory_bytes is not None, figures["peak_memory_bytes"]
-    fits = {"gpu_memory_bytes": machine.memory_bytes, "fits": misfit(machine, peak) is None if known else None}
+    memory = memory_figures(machine, peak_memory(plan, machine.model, machine.cost, tp_size=tp_size))
     predicted = {} if plan.predicted is None else prediction_to_dict(plan.predicted)
-    return predicted | figures | fits | ({"origin": origin} if origin else {})
+    return predicted | figures | memory | ({"origin": origin} if origin else {})
 
 
 def _planned(asked: Request, strategy: str, num_batches: int) -> list[tuple[StepPlan, str]]:

@@ -109,6 +109,7 @@ class ClusterSpec:
         layer_overhead_s: constant of a layer and direction, once a micro-batch (g).
         copy_bytes_per_s: slower direction of the offload copies, both directions running.
         memory_bytes: device memory of one GPU.
+        host_memory_bytes: memory of the host, a GPU's share of it.
         provenance: where the figures come from.
     """
 
@@ -123,6 +124,7 @@ class ClusterSpec:
     inter_node: Link
     copy_bytes_per_s: float
     memory_bytes: float
+    host_memory_bytes: float
     backward_linear: float = 2.0
     backward_attention: float = 2.5
     backward_transfer: float = 2.0

@@ -7,6 +7,7 @@ vocabularies, so the standard ones of these families stand here. LLaMA-30B is pr
 Clusters. Figures are what kernels and links reach in practice, estimated from public peaks; none is measured by us.
 Attention reaches half its speed at blocks of 256 tokens, 94 % at 4K; a ring step takes at least 100 us (a transfer, the
 kernels of a block and the merge, each with its launch), which is what makes blocks under 2K tokens expensive.
+Hosts are taken to have 2 TB for 8 GPUs.
 
 `paper` is calibrated to the published figures, per HDP rank of LLaMA-7B as in the case study: 2.8 ms for a pair of
 8K blocks, 1.5 ms for 8K of KV, 20 ms of linear work per 8K tokens and layer, a floor of 0.35 ms a ring step; backward
@@ -31,6 +32,10 @@ _PAPER_TOKENS = 8192
 _7B = MODELS["llama-7b"]
 
 
+_HOST_BYTES = 250e9
+"""A GPU's share of a host of 2 TB and eight GPUs."""
+
+
 def _gpu(
     name: str,
     linear_tflops: float,
@@ -52,6 +57,7 @@ def _gpu(
         inter_node=Link(20e-6, nic_gb * 1e9),
         copy_bytes_per_s=copy_gb * 1e9,
         memory_bytes=memory_gb * 1e9,
+        host_memory_bytes=_HOST_BYTES,
     )
 
 
@@ -72,6 +78,7 @@ _CLUSTERS = (
         inter_node=Link(0.0, _7B.kv_bytes_per_token * _PAPER_TOKENS / 1.5e-3),
         copy_bytes_per_s=16e9,
         memory_bytes=80e9,
+        host_memory_bytes=_HOST_BYTES,
         count_head=False,
         provenance="fitted",
     ),

@@ -187,7 +187,8 @@ def too_long(problem: Problem, sequence: int, capacity: int, num_ranks: int) -> 
     more = problem.offload != "auto" and capacity_tokens(problem.tokens_per_rank, 1.0, problem.num_layers) > capacity
     way_out = "use more ranks or allow offload" if more else "use more ranks"
     exist = "1 exists and holds" if num_ranks == 1 else f"{num_ranks} exist and hold"
+    how = "" if capacity == problem.tokens_per_rank else f" ({problem.tokens_per_rank} and what is offloaded)"
     return UserError(
         f"sequence {sequence} has {counted(length, 'token')} and needs {counted(needed, 'rank')} of "
-        f"{counted(capacity, 'token')}; {exist} {num_ranks * capacity}: raise tokens_per_rank, or {way_out}"
+        f"{counted(capacity, 'token')}{how}; {exist} {num_ranks * capacity}: raise tokens_per_rank, or {way_out}"
     )

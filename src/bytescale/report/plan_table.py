@@ -110,10 +110,27 @@ def _rows(f: dict[str, Any], step: StepReason) -> list[tuple[str, str]]:
             "largest micro-batch",
             f"{f['peak_tokens']:.0f} tokens held, {units.size(f['peak_activation_bytes'])} of activations",
         ),
+        ("fullest GPU", memory_words(f)),
         ("offloading", counted(f["offloaded_sequences"], "sequence") if f["offloaded_sequences"] else "none"),
         *([("chunks", chunk_words(f))] if f["chunked_sequences"] else []),
         ("planned in", units.duration(f["planning_time_s"])),
     ]
+
+
+def memory_words(figures: dict[str, Any]) -> str:
+    """What the fullest GPU needs, of what it has where that is known, and what leaves for the host."""
+    needed, has = units.size(figures["peak_memory_bytes"]), figures["gpu_memory_bytes"]
+    words = f"{needed} of {units.size(has)}" if has is not None else f"{needed} by the model's sizes"
+    away = figures["host_memory_bytes"]
+    return words + (f", {units.size(away)} offloaded" if away else "") + ", states included"
+
+
+def nothing_chunked(strategy: str, figures: Sequence[dict[str, Any]]) -> str | None:
+    """One line where chunks were asked for and no plan has one."""
+    if strategy != "chunked" or any(f["chunked_sequences"] for f in figures):
+        return None
+    why = "chunks need a pipeline (--pp-size)" if figures[0]["pp_size"] == 1 else "no chunk made a step shorter"
+    return f"chunked: nothing was chunked, {why}; the plan is that of best"
 
 
 def chunk_words(figures: dict[str, Any]) -> str:
@@ -171,27 +188,28 @@ def comparison_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
     table.add_column("strategy", no_wrap=True)
     for name in (
-        *("step", "tokens/s", "speedup", "step/\nbound", "imbalance", "idle"),
-        *("degree\n1", "P2P", "planned\nin"),
+        *("step", "tokens/s", "speedup", "step/\nbound", "imbal-\nance", "idle"),
+        *("degree\n1", "P2P", "memory", "planned\nin"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("loses most to", no_wrap=True)
     for row in rows:
         if row["error"]:
-            table.add_row(row["strategy"], *["-"] * 10)
+            table.add_row(row["strategy"], *["-"] * 11)
             continue
         table.add_row(
             row["strategy"],
             units.duration(row["step_time_s"]),
             units.count(row["tokens_per_s"]),
-            f"{row['speedup']:.2f}x",
+            "no fit" if row["fits"] is False else f"{row['speedup']:.2f}x",
             f"{row['gap']:.4f}",
             f"{row['imbalance']:.3f}",
             f"{row['idle_share']:.2%}",
             f"{row['degree_1_share']:.1%}",
             units.size(row["attention_bytes"]),
+            units.size(row["peak_memory_bytes"]),
             units.duration(row["planning_time_s"]),
-            row["main_loss"],
+            row["main_loss"].replace("exposed communication", "exposed comms"),
         )
     return table
 

@@ -81,12 +81,13 @@ def simulation_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 def context_table(limits: Sequence[ContextLimit], title: str) -> Table:
     """The longest context by each way."""
     table = Table(title=f"longest context of {title}", title_justify="left", box=box.SIMPLE)
-    for name in ("way", "tokens a rank", "longest context", "step of that one sequence", "what binds"):
+    for name in ("way", "set tokens_per_rank", "tokens a rank", "longest context", "step of that one", "what binds"):
         table.add_column(name, justify="left" if name in ("way", "what binds") else "right")
     for limit in limits:
         table.add_row(
             limit.way,
             f"{limit.tokens_per_rank:,}",
+            f"{limit.tokens:,}",
             f"{limit.max_length:,}",
             units.duration(limit.step_time_s),
             limit.binds,

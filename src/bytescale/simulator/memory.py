@@ -7,7 +7,8 @@
                  stage, gradients of kept keys and values included. Stage s of P holds up to P - s micro-batches in
                  1F1B. With recomputation a layer keeps its input, and one layer is whole at a time;
     buffers      two keys-and-values blocks of the largest piece (for a chunk of all it attends to), and the head's
-                 logits for a chunk of tokens.
+                 logits for a chunk of tokens;
+    host         what is offloaded of every micro-batch in flight, in host memory.
 
 Allocator slack and workspaces are not in it. Cost: O(pieces + micro-batches * pp_size).
 """
@@ -20,24 +21,27 @@ import numpy as np
 from bytescale.arrays import FloatArray
 from bytescale.cost.model import CostModel, ModelShape
 from bytescale.cost.predict import stage_layers
-from bytescale.plan.memory import in_flight_tokens, resident_tokens
+from bytescale.plan.memory import in_flight_tokens, offloaded_in_flight_tokens, resident_tokens
 from bytescale.plan.step_plan import StepPlan
 from bytescale.simulator.overheads import GRADIENT_BYTES, PARAMETER_BYTES
 
 Sharding = Literal["zero1", "fsdp"]
 
 OPTIMIZER_BYTES = 12
+HOST_SHARE = 0.5
+"""Part of a host's memory that offloading may take, as a run does by default."""
 HEAD_CHUNK_TOKENS = 1024
 LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes per GPU. `activation_bytes` and `total_bytes` have shape [hdp_size, pp_size]."""
+    """Bytes per GPU. `activation_bytes`, `host_bytes` and `total_bytes` have shape [hdp_size, pp_size]."""
 
     state_bytes: float
     buffer_bytes: float
     activation_bytes: FloatArray
+    host_bytes: FloatArray
 
     @property
     def total_bytes(self) -> FloatArray:
@@ -83,6 +87,7 @@ def peak_memory(plan: StepPlan, model: ModelShape, cost: CostModel, *, tp_size: 
         state_bytes(model, tp_size=tp_size, pp_size=plan.pp_size, hdp_size=plan.hdp_size),
         buffer_bytes(model, cost, tp_size=tp_size, largest_piece=largest),
         activation_bytes,
+        offloaded_in_flight_tokens(plan) * layer_bytes_per_token(model, cost) * layers,
     )
 
 

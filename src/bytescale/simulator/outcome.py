@@ -130,6 +130,7 @@ def step_figures(
         "peak_memory_bytes": float(memory.total_bytes.max()),
         "state_bytes": memory.state_bytes,
         "activation_bytes_max": float(memory.activation_bytes.max()),
+        "host_memory_bytes": float(memory.host_bytes.max()),
         "cost": cost.name,
         "cost_source": cost.provenance,
     }
