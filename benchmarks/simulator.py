@@ -27,7 +27,7 @@ from bytescale.config.schema import Config
 from bytescale.config.toml import load_config
 from bytescale.cost.profile import make_profile, profile_cost
 from bytescale.data import StepData, next_batch, read_micro_batch
-from bytescale.data.loader import LoaderState
+from bytescale.data.batches import LoaderState
 from bytescale.plan.step_plan import StepPlan, step_plan
 from bytescale.planner import plan as make_plan
 from bytescale.profiler.measure import (

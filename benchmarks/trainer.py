@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common import on_ranks, report, timed
 from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, PlanConfig
 from bytescale.data import StepData, next_batch, read_micro_batch
-from bytescale.data.loader import LoaderState
+from bytescale.data.batches import LoaderState
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import shard_model
 from bytescale.runtime.world import join_groups

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bytescale.config.schema import BatchConfig
 from bytescale.data import GlobalBatch, LoaderState, SequenceDataset, TokenMicroBatch, next_batch, read_micro_batch
-from bytescale.data.loader import EpochOrder
+from bytescale.data.batches import EpochOrder
 from bytescale.errors import UserError
 from bytescale.plan.step_plan import step_plan
 from tests.data.corpora import dataset_of, placed
@@ -81,7 +81,7 @@ def test_window_of_drawing_does_not_show(monkeypatch: pytest.MonkeyPatch) -> Non
     for config in (BatchConfig(tokens=100), BatchConfig(tokens=700), BatchConfig(sequences=50)):
         expected = draw(dataset, config, 12)
         for window in (1, 3, 11):
-            monkeypatch.setattr("bytescale.data.loader.DRAW_WINDOW", window)
+            monkeypatch.setattr("bytescale.data.batches.DRAW_WINDOW", window)
             assert draw(dataset, config, 12) == expected
         monkeypatch.undo()
 

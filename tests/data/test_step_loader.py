@@ -6,7 +6,7 @@ import pytest
 
 from bytescale.config.schema import BatchConfig
 from bytescale.data import LoaderState, SequenceDataset, StepData, StepLoader, build_dataset
-from bytescale.data.loader import Planner
+from bytescale.data.steps import Planner
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import PlanError
 from tests.data.corpora import corpus_of, dataset_of, placed
@@ -133,7 +133,7 @@ def test_stopping_early_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
         release.wait(60)
         return round_robin(1)(lengths)
 
-    monkeypatch.setattr("bytescale.data.loader.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("bytescale.data.steps.CLOSE_TIMEOUT_S", 0.1)
     began = time.monotonic()
     with StepLoader(dataset_of(LENGTHS), BatchConfig(sequences=2), 0, stuck, 0):
         pass

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from bytescale.errors import UserError
-from bytescale.lengths.source import DISTRIBUTIONS, batches, draw, draw_batch, length_source
+from bytescale.lengths.distributions import DISTRIBUTIONS
+from bytescale.lengths.source import batches, draw, draw_batch, length_source
 
 K = 1024
 
@@ -115,6 +116,9 @@ BROKEN = [
     ("a.json", "[[1, 2], [3, 4]]", "flat list"),
     ("a.json", "[true, false]", "entry 0 is True"),
     ("a.json", "[1e400]", "entry 0 is inf"),
+    ("a.json", '[512, 1024.0, "2048"]', "entry 2 is '2048'"),
+    ("a.json", "[5, null]", "entry 1 is None"),
+    ("a.json", "[5, true]", "entry 1 is True"),
     ("a.json", "[99999999999999999999999]", "entry 0"),
     ("a.csv", "length,count\n", "no lengths"),
     ("a.csv", "length,count\n5,x\n", "line 2"),
@@ -140,6 +144,13 @@ def test_broken_files_are_named(tmp_path: Path, name: str, text: str, words: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.txt", "5\n7\n"), ("a.csv", "length\n5\n7\n"), ("a.json", "[5, 7]")])
+def test_a_byte_order_mark_is_skipped(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (batch,) = batches(length_source(str(tmp_path / name)), 1, 0)
+    assert batch.tolist() == [5, 7]
+
+
 def test_a_huge_text_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "big.json"
     with path.open("wb") as file:
@@ -161,6 +172,11 @@ def test_a_huge_text_file_is_refused(tmp_path: Path) -> None:
 def test_unknown_sources_are_named(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         length_source(text)
+
+
+def test_a_seed_is_not_negative() -> None:
+    with pytest.raises(UserError, match="seed is -1"):
+        list(batches(length_source("github"), 1, -1, tokens=5))
 
 
 def test_a_distribution_needs_a_batch_size() -> None:

@@ -18,7 +18,8 @@ from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.cost.presets import cluster_spec, model_shape
 from bytescale.cost.profile import Profile, beyond_range, profile_cost, read_profile
 from bytescale.errors import UserError, nearest
-from bytescale.lengths.source import LengthSource, batches, length_source
+from bytescale.lengths.source import batches, length_source
+from bytescale.lengths.table import LengthSource
 from bytescale.planner.problem import Offload
 
 COSTS = ("dense-flops",)

@@ -9,16 +9,10 @@ Needs numpy alone; `tokenizers` and `pyarrow` are imported when a configuration 
         for step in loader: ...
 """
 
+from bytescale.data.batches import GlobalBatch, LoaderState, next_batch
 from bytescale.data.dataset import DatasetCounts, SequenceDataset, build_dataset, open_dataset
-from bytescale.data.loader import (
-    GlobalBatch,
-    LoaderState,
-    StepData,
-    StepLoader,
-    TokenMicroBatch,
-    next_batch,
-    read_micro_batch,
-)
+from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batch
+from bytescale.data.steps import StepData, StepLoader
 from bytescale.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
 
 __all__ = [

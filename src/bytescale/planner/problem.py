@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, first_not_whole
 from bytescale.cost.model import CostModel
 from bytescale.errors import UserError, counted
 from bytescale.plan.memory import capacity_tokens
@@ -87,7 +87,12 @@ def check_lengths(lengths: Sequence[int] | npt.ArrayLike) -> IntArray:
     if not values.size:
         raise UserError("there are no sequences to plan: the list of lengths is empty")
     if values.dtype.kind not in "iuf":
-        raise UserError(f"lengths must be integers; sequence 0 is {lengths_entry(values, 0)}")
+        # numpy makes text of every number beside a text; as objects entries stay themselves.
+        values = np.array(list(lengths) if isinstance(lengths, Sequence) else values, dtype=object)
+        wrong = first_not_whole(values)
+        if wrong is not None:
+            raise UserError(f"lengths must be integers; sequence {wrong} is {lengths_entry(values, wrong)}")
+        values = values.astype(np.int64)
     if values.dtype.kind == "f":
         broken = np.flatnonzero(~np.isfinite(values) | (values != np.floor(values)))
         if len(broken):
@@ -133,6 +138,8 @@ def make_problem(
     for name, number, most in (("hdp_size", hdp_size, MAX_RANKS), ("tokens_per_rank", tokens_per_rank, MAX_TOKENS)):
         if number > most:
             raise UserError(f"{name} is {number}; the planner goes up to {most}")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise UserError(f"seed is {seed}; it must be an integer of at least 0")
     if pp_size > cost.num_layers:
         raise UserError(f"pp_size is {pp_size}, but the model has {cost.num_layers} layers; every stage needs one")
     problem = Problem(

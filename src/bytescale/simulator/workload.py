@@ -16,7 +16,8 @@ import numpy as np
 
 from bytescale.arrays import FloatArray, IntArray
 from bytescale.errors import UserError
-from bytescale.lengths.source import LengthSource, draw
+from bytescale.lengths.source import draw
+from bytescale.lengths.table import LengthSource
 
 _LOOK_AHEAD, _ORDERS = 2048, 4
 

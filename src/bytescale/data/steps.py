@@ -1,0 +1,162 @@
+"""The steps of one rank, each prepared on a thread while the one before it runs: drawn, planned, proven, read.
+
+The loader keeps one step ahead and no more. Cost: the memory of that step.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from bytescale.arrays import IntArray
+from bytescale.config.schema import BatchConfig
+from bytescale.data.batches import EpochOrder, GlobalBatch, LoaderState, next_batch
+from bytescale.data.dataset import SequenceDataset
+from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batch
+from bytescale.plan.step_plan import StepPlan
+from bytescale.plan.validate import validate
+
+Planner = Callable[[IntArray], StepPlan]
+"""Makes the plan of a global batch from its lengths; must be deterministic, since every rank calls its own."""
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class StepData:
+    """All that one rank needs for one step.
+
+    Attributes:
+        step: number of the step.
+        batch: the global batch, the same on every rank.
+        plan: its plan, valid and the same on every rank.
+        micro_batches: this rank's, in order of execution; empty on an idle rank.
+        plan_time_s: time to make and prove the plan, on the loader's thread.
+        data_wait_s: time that the consumer waited for this step.
+        state_after: where to resume once this step is done.
+    """
+
+    step: int
+    batch: GlobalBatch
+    plan: StepPlan
+    micro_batches: tuple[TokenMicroBatch, ...]
+    plan_time_s: float
+    data_wait_s: float
+    state_after: LoaderState
+
+
+class StepLoader:
+    """Iterator over the steps of one rank, prepared one step ahead on a thread.
+
+    Use it as a context manager, or call `close`. An exception of the thread, the planner's or the validator's, is
+    raised where the step would have been yielded. A batch without any target is passed over and counted in
+    `skipped_steps`; it takes no step number.
+
+    Attributes:
+        skipped_steps: batches passed over before the step yielded last.
+    """
+
+    def __init__(
+        self,
+        dataset: SequenceDataset,
+        batch_config: BatchConfig,
+        seed: int,
+        planner: Planner,
+        hdp_rank: int,
+        state: LoaderState | None = None,
+        num_steps: int | None = None,
+        first_step: int = 1,
+    ) -> None:
+        """Begin preparing the first step.
+
+        Args:
+            dataset: the sequences.
+            batch_config: size of the global batch.
+            seed: seed of the order of sequences.
+            planner: makes the plan of a batch from its lengths; called on the loader's thread.
+            hdp_rank: whose pieces to read.
+            state: where to begin; None is the start of the first epoch.
+            num_steps: steps to yield; None goes on for ever.
+            first_step: number of the first one.
+        """
+        self.skipped_steps = 0
+        self._dataset = dataset
+        self._batch_config = batch_config
+        self._seed = seed
+        self._planner = planner
+        self._hdp_rank = hdp_rank
+        self._order = EpochOrder(len(dataset), seed)
+        self._next_step = first_step
+        self._end_step = None if num_steps is None else first_step + num_steps
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pending: Future[tuple[StepData, int]] | None = None
+        self._start(state or LoaderState())
+
+    def __iter__(self) -> "StepLoader":
+        return self
+
+    def __next__(self) -> StepData:
+        if self._closed.is_set() or self._pending is None:
+            raise StopIteration
+        began = time.perf_counter()
+        data, num_skipped = self._pending.result()
+        wait_s = time.perf_counter() - began
+        self.skipped_steps += num_skipped
+        self._next_step += 1
+        self._start(data.state_after)
+        return dataclasses.replace(data, data_wait_s=wait_s)
+
+    def __enter__(self) -> "StepLoader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop. A step in preparation is thrown away; one that takes too long is left to end with the process."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _start(self, state: LoaderState) -> None:
+        """Prepare the next step on a thread of its own, whose only link to us is the future that it fills."""
+        if self._end_step is not None and self._next_step >= self._end_step:
+            self._pending = None
+            return
+        pending: Future[tuple[StepData, int]] = Future()
+        step = self._next_step
+
+        def run() -> None:
+            try:
+                pending.set_result(self._prepare(step, state))
+            except BaseException as error:
+                pending.set_exception(error)
+
+        self._pending = pending
+        # A daemon: a planner that never returns must not keep a failed process alive.
+        self._thread = threading.Thread(target=run, name="bytescale-loader", daemon=True)
+        self._thread.start()
+
+    def _prepare(self, step: int, state: LoaderState) -> tuple[StepData, int]:
+        """Draw, plan, prove and read one step; returns it with the number of batches passed over."""
+        num_skipped = 0
+        while True:
+            batch, state = next_batch(self._dataset, self._batch_config, self._seed, state, self._order)
+            if batch.total_targets > 0 or self._closed.is_set():
+                break
+            num_skipped += 1
+        began = time.perf_counter()
+        plan = self._planner(batch.lengths)
+        validate(plan)
+        plan_time_s = time.perf_counter() - began
+        if not np.array_equal(plan.lengths, batch.lengths) or self._hdp_rank >= plan.hdp_size:
+            raise ValueError(f"the planner made a plan that is not for rank {self._hdp_rank} of this batch")
+        micro_batches = tuple(
+            read_micro_batch(self._dataset, batch, plan, rows) for rows in plan.micro_batch_rows(self._hdp_rank)
+        )
+        return StepData(step, batch, plan, micro_batches, plan_time_s, 0.0, state), num_skipped
