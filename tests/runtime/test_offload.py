@@ -16,8 +16,8 @@ from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import full_gradients, shard_model
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.offload.disk import DiskTier
-from bytescale.runtime.offload.offloader import Offloader, OffloadReport
-from bytescale.runtime.offload.tiers import LeavingRows, leaving_rows, partition
+from bytescale.runtime.offload.offloader import Offloader, OffloadReport, _Entry
+from bytescale.runtime.offload.tiers import LeavingRows, Partition, leaving_rows, partition
 from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.step import run_step
 from tests.plans import columns_of, placed, rebuilt
@@ -293,8 +293,36 @@ def test_what_left_is_freed_and_an_abandoned_graph_gives_its_room_back(tier: Rec
         assert all(ref.expired() for ref in seen)
         offloader.end_step()
     # The room of one step served all three.
+    tier._room._take_returned()
     assert tier._room._size <= 64 << 20
     assert [end - begin for begin, end in tier._room._free] == [tier._room._size]
+
+
+def test_room_is_given_back_while_room_is_taken(tier: RecordingTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cyclic collection may run a finalizer inside `take`, on the same thread."""
+    source = torch.zeros(1 << 20, dtype=torch.uint8)
+    stash = tier.store(source, Partition(((0, 1 << 20),), ()))
+    assert stash is not None
+    entry = _Entry(stash, source.untyped_storage(), 1 << 20)
+    stash.settle()
+    cycle: list[Any] = [entry]
+    cycle.append(cycle)
+    room, grow = tier._room, tier._room._grow
+    del entry, cycle, stash
+
+    def collecting(num_bytes: int) -> bool:
+        gc.collect()
+        return grow(num_bytes)
+
+    monkeypatch.setattr(room, "_grow", collecting)
+    taken: list[int | None] = []
+    thread = threading.Thread(target=lambda: taken.append(room.take(128 << 20)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert taken and taken[0] is not None, "take waits for itself"
+    room.give_back(taken[0], 128 << 20)
+    room._take_returned()
+    assert [end - begin for begin, end in room._free] == [room._size]
 
 
 def test_resident_memory_falls(tier: RecordingTier) -> None:

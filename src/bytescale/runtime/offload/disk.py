@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -65,11 +66,16 @@ def _set_allocator(**thresholds: int) -> None:
 
 
 class _Room:
-    """Which parts of the file are free: first fit, so that pages written before are written again."""
+    """Which parts of the file are free: first fit, so that pages written before are written again.
+
+    Room is given back by finalizers too, which may run inside any statement, `take` included. So `give_back` takes no
+    lock and changes nothing but a queue, which the next `take` empties.
+    """
 
     def __init__(self, descriptor: int, limit_bytes: int) -> None:
         self._descriptor, self._limit_bytes = descriptor, limit_bytes
         self._free: list[Range] = []
+        self._returned: deque[Range] = deque()
         self._size = 0
         self._lock = threading.Lock()
 
@@ -77,14 +83,19 @@ class _Room:
         """Offset of `num_bytes` of allocated file, None when limit or disk do not allow that."""
         num_bytes = _whole_pages(num_bytes)
         with self._lock:
+            self._take_returned()
             found = self._first_fit(num_bytes)
             if found is None and self._grow(num_bytes):
                 found = self._first_fit(num_bytes)
             return found
 
     def give_back(self, offset: int, num_bytes: int) -> None:
-        with self._lock:
-            self._insert((offset, offset + _whole_pages(num_bytes)))
+        """Return room that `take` gave; safe inside a finalizer."""
+        self._returned.append((offset, offset + _whole_pages(num_bytes)))
+
+    def _take_returned(self) -> None:
+        while self._returned:
+            self._insert(self._returned.popleft())
 
     def _insert(self, part: Range) -> None:
         insort(self._free, part)
