@@ -1,14 +1,20 @@
 """Configuration files and overrides: what is read, what is refused and in which words."""
 
+import ast
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytescale.config import schema
 from bytescale.config.schema import Config
+from bytescale.config.tokenizer import is_own
 from bytescale.config.toml import config_keys, load_config, parse_overrides, write_config
+from bytescale.data.sources import open_source
 from bytescale.errors import UserError
 
 MINIMAL = """
@@ -53,15 +59,32 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
     ]
 
 
-def test_every_key_is_documented() -> None:
+def field_texts() -> dict[str, str]:
+    """`section.key` -> the words under its field in the schema."""
+    sections = {kind.__name__: name for name, kind in get_type_hints(Config).items()}
+    texts = {}
+    for node in ast.parse(Path(schema.__file__).read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name in sections:
+            for declared, below in pairwise(node.body):
+                if isinstance(declared, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    key = f"{sections[node.name]}.{declared.target.id}"  # type: ignore[union-attr]
+                    texts[key] = " ".join(below.value.value.split())  # type: ignore[attr-defined]
+    return texts
+
+
+def test_every_key_is_documented_in_the_words_of_the_schema() -> None:
     text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    assert [key for key in config_keys() if f"`{key}`" not in text] == []
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    texts = field_texts()
+    assert sorted(texts) == sorted(config_keys())
+    wrong = {key: texts[key] for key in config_keys() if not rows.get(key, "").endswith(f"| {texts[key]} |")}
+    assert wrong == {}, "the last column of docs/configuration.md differs from these words"
 
 
 def test_the_quickstart_is_sound() -> None:
     config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml")
     assert (config.data.max_context, config.plan.tokens_per_rank, config.data.overlong) == (16384, 4096, "split")
-    assert config.run.dir == "runs/quickstart"
+    assert Path(config.run.dir) == Path.cwd() / "runs/quickstart"
 
 
 def test_defaults_and_types(tmp_path: Path) -> None:
@@ -69,7 +92,7 @@ def test_defaults_and_types(tmp_path: Path) -> None:
     assert config.train.lr == 1.0 and isinstance(config.train.lr, float)
     assert config.plan.offload == 0.0 and isinstance(config.plan.offload, float)
     assert config.parallel.hdp_size == 4
-    assert config.run.dir == "runs/default"
+    assert Path(config.run.dir) == Path.cwd() / "runs/default"
 
 
 @pytest.mark.parametrize(
@@ -86,11 +109,23 @@ def test_defaults_and_types(tmp_path: Path) -> None:
         ("--run.save_model", "run.save_model", True),
         ("--plan.offload off", "plan.offload", "off"),
         ("--plan.offload 0.25", "plan.offload", 0.25),
-        ("--run.dir 2024", "run.dir", "2024"),
-        ("--run.dir true", "run.dir", "true"),
-        ("--run.dir=a=b", "run.dir", "a=b"),
-        (["--run.dir", '"quoted name"'], "run.dir", "quoted name"),
-        (["--run.dir", "two words"], "run.dir", "two words"),
+        ("--data.glob 2024", "data.glob", "2024"),
+        ("--data.glob true", "data.glob", "true"),
+        ("--data.glob=a=b", "data.glob", "a=b"),
+        (["--data.glob", '"quoted name"'], "data.glob", "quoted name"),
+        (["--data.glob", "two words"], "data.glob", "two words"),
+        ("--run.dir 2024", "run.dir", str(Path.cwd() / "2024")),
+        ("--run.dir ./a/../b", "run.dir", str(Path.cwd() / "a/../b")),
+        ("--run.dir /x", "run.dir", "/x"),
+        ("--data.tokenizer byte", "data.tokenizer", "byte"),
+        ("--data.tokenizer ./byte", "data.tokenizer", str(Path.cwd() / "byte")),
+        ("--data.max_context 32K", "data.max_context", 32768),
+        ("--batch.tokens 1.5M", "batch.tokens", 3 << 19),
+        ("--plan.tokens-per-rank=8k", "plan.tokens_per_rank", 8192),
+        ("--offload.limit_bytes 20MiB", "offload.limit_bytes", 20 << 20),
+        (["--offload.limit_bytes", "20 MB"], "offload.limit_bytes", 20_000_000),
+        ("--run.comm_timeout_s 2min", "run.comm_timeout_s", 120.0),
+        (["--run.comm_timeout_s", '"1.5 h"'], "run.comm_timeout_s", 5400.0),
         ("--data.source text-tree --data.path /x", "data.source", "text-tree"),
         ("--model.config.hidden_size 64", "model.config", {"hidden_size": 64}),
         ("--model.config.hidden-act silu", "model.config", {"hidden_act": "silu"}),
@@ -166,6 +201,18 @@ def test_the_last_choice_of_a_model_wins(tmp_path: Path, arguments: str, expecte
         (MINIMAL, "--run.dir=", "run.dir is empty; leave it out or give a value"),
         (MINIMAL + '[run]\ndir = "a\\u0000b"', "", "run.dir holds a null character"),
         (MINIMAL, f"--plan.tokens_per_rank {2**63}", "plan.tokens_per_rank = 9223372036854775808 does not fit in 64"),
+        (
+            MINIMAL,
+            "--offload.limit_bytes 20MiBs",
+            "offload.limit_bytes must be a number of bytes such as 65536, 64 KiB",
+        ),
+        (
+            MINIMAL,
+            "--batch.tokens 0.3K",
+            "batch.tokens must be a number of tokens such as 8192, 32K or 2M, not the str",
+        ),
+        (MINIMAL, "--run.comm_timeout_s 20MiB", "run.comm_timeout_s must be a time such as 90, 90 s or 10 min"),
+        (MINIMAL, f"--batch.tokens {10**12}G", "does not fit in 64 bits"),
         (MINIMAL, "--train.compute_threads 0", "train.compute_threads = 0; it must be at least 1"),
         (MINIMAL, "--train.min_lr_ratio 1.5", "train.min_lr_ratio = 1.5; it lies in 0..1"),
         (MINIMAL, "--train.weight_decay -0.1", "train.weight_decay = -0.1; it must be at least 0"),
@@ -198,6 +245,77 @@ def test_words_that_are_no_options_are_returned() -> None:
     overrides, rest = parse_overrides(["a.toml", "--train.lr", "-1e-3", "b", "--x.y=1"])
     assert rest == ["a.toml", "b"]
     assert [(override.option, override.text) for override in overrides] == [("--train.lr", "-1e-3"), ("--x.y", "1")]
+
+
+PATH_KEYS = ["model.path", "data.path", "data.tokenizer", "data.cache_dir", "plan.profile", "offload.dir", "run.dir"]
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+def test_every_path_key_knows_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    section, name = key.split(".")
+    monkeypatch.setenv("HOME", "/home/of/mine")
+    assert getattr(getattr(load(tmp_path, MINIMAL, f"--{key} ~/a/b"), section), name) == "/home/of/mine/a/b"
+    for home in ("", None):
+        monkeypatch.setenv("HOME", home) if home is not None else monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+        words = refusal(tmp_path, MINIMAL, f"--{key} ~/a/b")
+        assert words == f"{key} = ~/a/b: there is no home directory for ~; give an absolute path"
+    assert f"{key} = ~nobody-of-that-name/a" in refusal(tmp_path, MINIMAL, f"--{key} ~nobody-of-that-name/a")
+
+
+def test_a_stored_configuration_means_the_same_files_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "he[r]e", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    (here / "a.jsonl").touch(), (here / "[b].jsonl").touch()
+    monkeypatch.chdir(here)
+    for pattern, found in (("*.jsonl", ["[b].jsonl", "a.jsonl"]), ("[b].jsonl", ["[b].jsonl"])):
+        config = load(tmp_path, MINIMAL.replace("python-stdlib", "jsonl"), f"--data.path {pattern} --run.dir r")
+        write_config(config, there / "config.toml")
+        monkeypatch.chdir(there)
+        assert load_config(there / "config.toml") == config
+        assert (Path(config.run.dir), list(open_source(config.data).files)) == (here / "r", found)
+        monkeypatch.chdir(here)
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    (tmp_path / "run.toml").write_text(MINIMAL + '[run]\ndir = "/x"\n')
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert load_config(tmp_path / "run.toml").run.dir == "/x"
+    with pytest.raises(UserError, match=r"run\.dir = x is relative, but the working directory is gone"):
+        load_config(tmp_path / "run.toml", parse_overrides(["--run.dir", "x"])[0])
+
+
+def checkpoint_of(directory: Path, tokenizer: str | None, config: str = "{}") -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(config)
+    if tokenizer is not None:
+        (directory / "tokenizer.json").write_text(tokenizer)
+    return str(directory)
+
+
+def test_the_tokenizer_is_what_is_stated_or_what_the_checkpoint_brings(tmp_path: Path) -> None:
+    own = checkpoint_of(tmp_path / "own", "{}")
+    twin = checkpoint_of(tmp_path / "twin", "{}")
+    other = checkpoint_of(tmp_path / "other", "[]")
+    none = checkpoint_of(tmp_path / "none", None)
+    bytes_ = checkpoint_of(tmp_path / "bytes", None, '{"bytescale_tokenizer": "byte"}')
+    for arguments, tokenizer, whether_own in (
+        ([], "byte", False),
+        (["--model.path", own], f"{own}/tokenizer.json", True),
+        (["--model.path", own, "--data.tokenizer", twin], twin, True),
+        (["--model.path", own, "--data.tokenizer", other], other, False),
+        (["--model.path", own, "--data.tokenizer", "byte"], "byte", False),
+        (["--model.path", none], None, False),
+        (["--model.path", bytes_], "byte", True),
+        (["--model.path", str(tmp_path / "absent")], None, False),
+    ):
+        config = load(tmp_path, MINIMAL, arguments)
+        assert (config.data.tokenizer, is_own(config)) == (tokenizer, whether_own), arguments
 
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -233,10 +351,11 @@ def test_what_is_written_reads_back_equal(
         parallel=type(config.parallel)(hdp_size=sizes[1]),
         plan=type(config.plan)(**(fields["plan"] | {"offload": offload})),
         train=type(config.train)(**(fields["train"] | {"lr": lr})),
-        run=type(config.run)(**(fields["run"] | {"dir": directory})),
+        run=type(config.run)(**(fields["run"] | {"dir": f"/{directory}"})),
     )
     path = base / "resolved.toml"
-    write_config(changed, path)
+    with patch("os.fsync"):
+        write_config(changed, path)
     assert load_config(path) == changed
 
 

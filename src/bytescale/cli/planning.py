@@ -1,6 +1,6 @@
 """Options that the planning commands share, and what they mean: lengths, ranks, memory, cost.
 
-`planning_options` adds them to a command, `Request` carries them checked. Numbers of tokens may end in K or M (binary).
+`planning_options` adds them to a command, `Request` carries them checked. Numbers of tokens may end in K, M or G (binary).
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from bytescale.arrays import IntArray
+from bytescale.config.quantities import EXAMPLES, parse_quantity
 from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.cost.presets import cluster_spec, model_shape
 from bytescale.cost.profile import Profile, beyond_range, profile_cost, read_profile
@@ -28,19 +29,15 @@ TABLE_WIDTH = 120
 
 
 class TokenCount(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
-    """A whole number of at least 1; K and M stand for 1024 and 1024 * 1024."""
+    """A whole number of at least 1, with a unit or without."""
 
     name = "tokens"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        word = str(value).strip().upper()
-        factor = {"K": 2**10, "M": 2**20}.get(word[-1:], 1)
-        digits = word[:-1] if factor > 1 else word
-        if not digits.isdecimal() or int(digits) * factor < 1:
-            self.fail(f"{value!r} is not a number of tokens of at least 1, such as 8192, 32K or 2M", param, ctx)
-        return int(digits) * factor
+        count = value if isinstance(value, int) else parse_quantity(str(value), "tokens")
+        if count is None or count < 1:
+            self.fail(f"{value!r} is not {EXAMPLES['tokens']}, at least 1", param, ctx)
+        return int(count)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,15 @@
 Values are checked where they are made, so a `Config` that exists is consistent in itself; what depends on the world
 size, the data or the model is checked where those are known. `bytescale.config.toml` reads TOML and command-line
 overrides into these classes and writes the resolved configuration back.
+
+The line under a field says what it means; docs/configuration.md shows the same words. Metadata of a field says how its
+text is read: `path` is a place in the file system, `unit` a size or a time that may be written with a unit.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from bytescale.config.quantities import Unit
 from bytescale.errors import UserError
 
 Source = Literal["text-tree", "jsonl", "parquet", "python-stdlib"]
@@ -15,11 +19,24 @@ Overlong = Literal["split", "drop", "error"]
 DType = Literal["float32", "bfloat16"]
 Checkpointing = Literal["none", "full"]
 
+BYTE_TOKENIZER = "byte"
+"""The one tokenizer that is no file."""
+
 MAX_RATE = 1e9
 """Far above any rate that trains, and safe to multiply in float32."""
 
 MAX_COMM_TIMEOUT_S = 30 * 24 * 3600
 """Far above any real wait, and within what the communication libraries can count."""
+
+
+def _path(default: Any = None, *, words: tuple[str, ...] = (), glob: bool = False) -> Any:
+    """A field that holds a place in the file system, or one of `words`; with `glob` a pattern of places too."""
+    return field(default=default, metadata={"path": True, "words": words, "glob": glob})
+
+
+def _unit(unit: Unit, default: Any = None) -> Any:
+    """A field that may be written with a unit."""
+    return field(default=default, metadata={"unit": unit})
 
 
 def _require(condition: bool, message: str) -> None:
@@ -38,17 +55,19 @@ def _require_choice(key: str, value: str, choices: Any) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What to train: exactly one of a built-in preset, a local checkpoint directory, or a Hugging Face config table.
-
-    Attributes:
-        preset: name of a built-in configuration, see `bytescale.runtime.model.decoder`.
-        path: directory with config.json and safetensors weights.
-        config: a Hugging Face config as a table; `model_type` names the architecture.
-    """
+    """What to train: exactly one of a built-in preset, a local checkpoint directory, or a Hugging Face config table."""
 
     preset: str | None = None
-    path: str | None = None
+    """a built-in configuration with fresh weights: `llama-tiny`, `llama-125m`, `llama-1b`; with a tokenizer file it
+    takes the vocabulary of that"""
+
+    path: str | None = _path()
+    """a local checkpoint directory: `config.json` and safetensors"""
+
     config: dict[str, Any] | None = None
+    """a Hugging Face config as a table, fresh weights; `model_type` names the architecture. Without
+    `max_position_embeddings` it gets `data.max_context`; a smaller stated value is refused. TOML has no null: write the
+    string `"null"`"""
 
     def __post_init__(self) -> None:
         given = [name for name in ("preset", "path", "config") if getattr(self, name) is not None]
@@ -60,29 +79,36 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where sequences come from.
-
-    Attributes:
-        source: kind of source.
-        path: directory (`text-tree`) or file or glob (`jsonl`, `parquet`); unused by `python-stdlib`.
-        glob: which files of a `text-tree` are read.
-        text_field: JSON key or parquet column that holds the text.
-        tokenizer: `byte`, or a `tokenizer.json` file.
-        end_token: token that ends every document; None finds it for `tokenizer.json` files, `byte` has its own.
-        max_context: longest sequence, in tokens.
-        overlong: what happens to longer ones.
-        cache_dir: directory of tokenised data, shared by the ranks of a node; None is the user's cache directory.
-    """
+    """Where sequences come from."""
 
     source: Source
-    path: str | None = None
+    """`text-tree` (a directory of text files), `jsonl`, `parquet`, or `python-stdlib` (the `.py` files of the running
+    interpreter)"""
+
+    path: str | None = _path(glob=True)
+    """directory, file or glob; not needed by `python-stdlib`"""
+
     glob: str = "**/*"
+    """which files of a `text-tree` are read"""
+
     text_field: str = "text"
-    tokenizer: str = "byte"
+    """JSON key or parquet column"""
+
+    tokenizer: str | None = _path(words=(BYTE_TOKENIZER,))
+    """`byte` (ids 0-255 are the bytes, 256 ends a document), a `tokenizer.json` file or a directory with one. Left out,
+    a checkpoint uses its own and a fresh model `byte`"""
+
     end_token: str | None = None
-    max_context: int = 8192
+    """token that ends a document, for `tokenizer.json` files"""
+
+    max_context: int = _unit("tokens", 8192)
+    """longest sequence, in tokens"""
+
     overlong: Overlong = "split"
-    cache_dir: str | None = None
+    """longer documents: `split`, `drop` or `error`; counted and shown"""
+
+    cache_dir: str | None = _path()
+    """directory of tokenised data, shared by the ranks of a node"""
 
     def __post_init__(self) -> None:
         _require_choice("data.source", self.source, Source)
@@ -97,8 +123,11 @@ class DataConfig:
 class BatchConfig:
     """Size of the global batch: exactly one of tokens and sequences. Independent of the number of ranks."""
 
-    tokens: int | None = None
+    tokens: int | None = _unit("tokens")
+    """tokens of the global batch"""
+
     sequences: int | None = None
+    """sequences of the global batch"""
 
     def __post_init__(self) -> None:
         given = [value for value in (self.tokens, self.sequences) if value is not None]
@@ -111,8 +140,13 @@ class ParallelConfig:
     """Device mesh. When `hdp_size` is given, pp_size * tp_size * hdp_size must equal the world size."""
 
     pp_size: int = 1
+    """pipeline stages; world rank = stage * hdp_size + hdp_rank"""
+
     tp_size: int = 1
+    """tensor-parallel ranks; above 1 is not available yet"""
+
     hdp_size: int | None = None
+    """ranks of the HDP axis; when given, pp_size * tp_size * hdp_size must equal the world"""
 
     def __post_init__(self) -> None:
         for name in ("pp_size", "tp_size", "hdp_size"):
@@ -121,19 +155,21 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """How each global batch is placed.
-
-    Attributes:
-        strategy: name of a planner strategy.
-        tokens_per_rank: activation capacity C of a rank for one micro-batch, in tokens.
-        offload: `auto`, `off`, or one ratio in [0, 1] for every piece.
-        profile: file of measured cost coefficients; None uses estimates from the model's shape.
-    """
+    """How each global batch is placed."""
 
     strategy: str = "best"
-    tokens_per_rank: int = 8192
+    """how sequences are placed"""
+
+    tokens_per_rank: int = _unit("tokens", 8192)
+    """activation capacity of a rank for one micro-batch, in tokens"""
+
     offload: str | float = "auto"
-    profile: str | None = None
+    """`auto`: per sequence, by Eq. 3 of the paper; `off`; or a ratio in 0..1 for every piece. On a CPU without a
+    profile `auto` offloads only what the ranks cannot hold otherwise"""
+
+    profile: str | None = _path()
+    """file that `bytescale profile` made of this model on this machine; without one costs are estimated from the
+    model's shape"""
 
     def __post_init__(self) -> None:
         _require_at_least("plan.tokens_per_rank", self.tokens_per_rank, 1)
@@ -147,18 +183,17 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Where offloaded activations go; whether anything is offloaded says `plan.offload`.
+    """Where offloaded activations go; whether anything is offloaded says `plan.offload`."""
 
-    Attributes:
-        dir: directory of the offload file on machines without CUDA; None is `run.dir`.
-        limit_bytes: most bytes that one rank keeps there (with CUDA: in pinned host memory); None is half of what is
-            free at the start, shared by the ranks of the machine.
-        min_bytes: smaller tensors stay.
-    """
+    dir: str | None = _path()
+    """directory of the offload file, on machines without CUDA; a local disk, never a memory file system"""
 
-    dir: str | None = None
-    limit_bytes: int | None = None
-    min_bytes: int = 1 << 16
+    limit_bytes: int | None = _unit("bytes")
+    """most bytes of one rank there (with CUDA: in pinned host memory); 0 offloads nothing. By default shared by the
+    ranks of the machine"""
+
+    min_bytes: int = _unit("bytes", 1 << 16)
+    """smaller tensors stay"""
 
     def __post_init__(self) -> None:
         _require(self.dir is None or self.dir != "", "offload.dir is empty; leave it out to use run.dir")
@@ -168,29 +203,43 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Optimisation.
-
-    Attributes:
-        steps: optimizer steps to run.
-        lr: peak learning rate of AdamW, reached after `warmup_steps`, then cosine decay to `min_lr_ratio * lr`.
-        grad_clip: largest global gradient norm; 0 turns clipping off.
-        dtype: type of compute; master weights and reductions stay float32.
-        activation_checkpointing: `full` recomputes every layer in the backward.
-        compute_threads: CPU threads of one rank; None divides the machine's cores by the local ranks.
-    """
+    """Optimisation."""
 
     steps: int = 100
+    """optimizer steps"""
+
     lr: float = 3e-4
+    """peak learning rate of AdamW"""
+
     min_lr_ratio: float = 0.1
+    """end of the cosine decay, as a share of the peak"""
+
     warmup_steps: int = 0
+    """linear warm-up"""
+
     weight_decay: float = 0.1
+    """of matrices; norms and biases do not decay"""
+
     beta1: float = 0.9
+    """AdamW, first moment"""
+
     beta2: float = 0.95
+    """AdamW, second moment"""
+
     grad_clip: float = 1.0
+    """largest global gradient norm; 0 turns clipping off"""
+
     dtype: DType = "float32"
+    """type of compute and of the saved model, `float32` or `bfloat16`; master weights and reductions stay float32"""
+
     activation_checkpointing: Checkpointing = "none"
+    """`full` recomputes every layer in the backward"""
+
     seed: int = 0
+    """of weights and batches"""
+
     compute_threads: int | None = None
+    """CPU threads of a rank"""
 
     def __post_init__(self) -> None:
         _require_choice("train.dtype", self.dtype, DType)
@@ -211,17 +260,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run writes, and how long a rank waits for another before it gives up.
+    """Where a run writes, and how long a rank waits for another before it gives up."""
 
-    Attributes:
-        dir: run directory.
-        save_model: write the trained model as a Hugging Face checkpoint to `dir/model` at the end.
-        comm_timeout_s: bound of every wait on another rank.
-    """
+    dir: str = _path("runs/default")
+    """run directory"""
 
-    dir: str = "runs/default"
     save_model: bool = True
-    comm_timeout_s: float = 600.0
+    """write the trained model to `model/` in the run directory"""
+
+    comm_timeout_s: float = _unit("seconds", 600.0)
+    """how long a rank waits for another before it gives up"""
 
     def __post_init__(self) -> None:
         _require(

@@ -3,6 +3,10 @@
 The classes in `bytescale.config.schema` are the only list of keys there is: this module reads their fields and types,
 so a new key needs no change here. Every complaint is one line that names the key, what it expects and what it was
 given; an unknown key names the nearest known one. An integer is accepted where a number is expected, never the reverse.
+Sizes and times may carry a unit (`bytescale.config.quantities`).
+
+Paths are interpreted here and nowhere else: `~` is expanded, relative ones count from the working directory, and what a
+`Config` holds is absolute, so that the stored configuration means the same files wherever it is read.
 
 Keys that exclude each other (`model.preset`, `path`, `config`; `batch.tokens`, `sequences`): an override of one takes
 the place of what the file chose, and the last override wins. `write_config` stores the resolved configuration; reading
@@ -13,14 +17,17 @@ import dataclasses
 import math
 import tomllib
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
+from bytescale.config.paths import absolute_path
+from bytescale.config.quantities import EXAMPLES, parse_quantity
 from bytescale.config.schema import Config
+from bytescale.config.tokenizer import settle_tokenizer
 from bytescale.errors import UserError, nearest
 from bytescale.files import write_text_atomically
 
@@ -66,7 +73,7 @@ def load_config(path: Path, overrides: Sequence[Override] = ()) -> Config:
             sections[name] = _build(section_class, name, table.get(name, {}))
         except UserError as error:
             raise error if name in touched else UserError(f"{path}: {error}") from None
-    return Config(**sections)
+    return settle_tokenizer(Config(**sections))
 
 
 def parse_overrides(arguments: Sequence[str], options: Sequence[str] = ()) -> tuple[list[Override], list[str]]:
@@ -201,13 +208,32 @@ def _override_value(override: Override, hint: Any, free: bool) -> Any:
 
 def _build(cls: Any, section: str, table: dict[str, Any]) -> Any:
     hints = get_type_hints(cls)
-    values = {key: _coerce(f"{section}.{key}", value, hints[key]) for key, value in table.items()}
+    values = {}
     for field in dataclasses.fields(cls):
-        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if needed and field.name not in values:
-            words = [word for word in get_args(hints[field.name]) if isinstance(word, str)]
-            raise UserError(f"{section}.{field.name} is missing" + f"; choose one of {', '.join(words)}" * bool(words))
+        name, hint = f"{section}.{field.name}", hints[field.name]
+        if field.name in table:
+            values[field.name] = _value(name, table[field.name], hint, field.metadata)
+        elif isinstance(field.default, str):
+            # A default is read like any other text: `runs/default` is a path too.
+            values[field.name] = _value(name, field.default, hint, field.metadata)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            words = [word for word in get_args(hint) if isinstance(word, str)]
+            raise UserError(f"{name} is missing" + f"; choose one of {', '.join(words)}" * bool(words))
     return cls(**values)
+
+
+def _value(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
+    """What `value` means for the field `name`: a quantity as a number, a path made absolute, anything else as it is."""
+    unit = metadata.get("unit")
+    if unit is not None and isinstance(value, str):
+        quantity = parse_quantity(value, unit)
+        if quantity is None:
+            raise UserError(f"{name} must be {EXAMPLES[unit]}, not {_show(value)}")
+        value = quantity
+    value = _coerce(name, value, hint)
+    if metadata.get("path") and value not in metadata["words"]:
+        value = absolute_path(name, value, glob=metadata["glob"])
+    return value
 
 
 def _choices(hint: Any) -> tuple[type, ...]:

@@ -88,7 +88,7 @@ def open_corpus(
     Raises:
         UserError: a file of the source is bad, the source holds no document, or the cache cannot be written.
     """
-    directory = Path(os.path.expanduser(cache_dir)) if cache_dir is not None else default_cache_dir()
+    directory = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     key = cache_key(source, tokenizer)
     corpus = _load(directory / key)
     if corpus is not None:

@@ -66,7 +66,7 @@ def open_source(config: DataConfig) -> TextSource:
         sought = f"no .py file in the standard library at {root}"
     else:
         assert config.path is not None
-        path = os.path.expanduser(config.path)
+        path = config.path
         if config.source == "text-tree":
             root, files = _tree_files(path, config.glob)
             sought = f"no file matches {config.glob} under {path}; hidden files and directories are skipped"

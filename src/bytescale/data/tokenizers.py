@@ -10,7 +10,6 @@ Cost: the byte tokenizer is vectorised over the batch; files run in the `tokeniz
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale.arrays import IntArray
-from bytescale.config.schema import DataConfig
+from bytescale.config.schema import BYTE_TOKENIZER, DataConfig
+from bytescale.config.tokenizer import file_of
 from bytescale.data.optional import one_line, require
 from bytescale.errors import UserError
 
@@ -110,15 +110,15 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     Raises:
         UserError: no such file, a broken file, a missing package, or no end token to be found.
     """
-    if config.tokenizer == "byte":
+    if config.tokenizer in (None, BYTE_TOKENIZER):
         if config.end_token is not None:
             raise UserError("data.end_token does not apply to the byte tokenizer, which ends a document with id 256")
         return ByteTokenizer()
-    path = Path(os.path.expanduser(config.tokenizer))
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    assert config.tokenizer is not None
+    path = file_of(config.tokenizer)
     if not path.is_file():
-        raise UserError(f'data.tokenizer = "{config.tokenizer}" is neither "byte" nor a tokenizer.json file')
+        problem = "is no file" if path.exists() else "does not exist"
+        raise UserError(f'data.tokenizer = "{path}" {problem}; give "byte" or a tokenizer.json file')
     library, content = _open_library(path)
     vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
     if not vocabulary:
