@@ -1,4 +1,4 @@
-"""Files that are whole or absent, also after a crash of the machine; and home directories.
+"""Files that are whole or absent, also after a crash of the machine; and how paths are read and shown.
 
 A file is written under a temporary name beside the target, brought to the disk, then renamed; the rename itself is
 brought to the disk with the directory. Cost: two waits for the disk a file.
@@ -69,3 +69,11 @@ def expand_home(text: str) -> str | None:
         return None
     expanded = os.path.expanduser(text)
     return None if expanded == text else expanded
+
+
+def shown(path: Path) -> str:
+    """`path` as a person would type it here: relative where it lies below the working directory."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (OSError, ValueError):
+        return str(path)

@@ -15,6 +15,7 @@ from rich.console import Console
 from bytescale.config.schema import Config
 from bytescale.config.toml import load_config, parse_overrides
 from bytescale.errors import RunError, UserError
+from bytescale.files import shown
 from bytescale.launch import describe, is_launched_rank, launch, prepare_launched_rank
 from bytescale.report import read_summary, summary_table, write_report
 
@@ -107,7 +108,7 @@ def _finish(config: Config) -> int:
         run_dir = Path(config.run.dir)
         Console(highlight=False).print(summary_table(read_summary(run_dir / "summary.json")))
         try:
-            click.echo(f"report: {write_report(run_dir)}")
+            click.echo(f"report: {shown(write_report(run_dir))}")
         except OSError as error:
             raise RunError(f"cannot write {run_dir / 'report.html'}: {error.strerror}") from error
     return 0
