@@ -119,7 +119,7 @@ def test_broken_tokenizer_file(tmp_path: Path, content: bytes) -> None:
 
 def test_no_tokenizer_file(tmp_path: Path) -> None:
     for name in ("bpe", tmp_path, tmp_path / "tokenizer.json"):
-        with pytest.raises(UserError, match='does not exist; give "byte" or a tokenizer.json file'):
+        with pytest.raises(UserError, match=r'does not exist; give "byte" or a tokenizer\.json file'):
             load_tokenizer(config(name))
     with pytest.raises(UserError, match="is no file"):
         load_tokenizer(config("/dev/null"))
