@@ -1,6 +1,6 @@
 """Options that the planning commands share, and what they mean: lengths, ranks, memory, cost.
 
-`planning_options` adds them to a command, `Request` carries them checked. Numbers of tokens may end in K, M or G (binary).
+`planning_options` adds them to a command, `Request` carries them checked. Numbers of tokens may end in K, M or G.
 """
 
 from collections.abc import Callable
