@@ -60,7 +60,7 @@ def table(model_type: str, **extra: Any) -> ModelConfig:
         (table("granite", logits_scaling=2.0), "scaled logits (logits_scaling = 2.0)"),
         (table("phi"), "a bias in its head"),
         (table("mixtral", output_router_logits=True, **MOE), "a router loss (output_router_logits)"),
-        (table("llama", attention_dropout=0.1), "attention dropout 0.1"),
+        (table("llama", attention_dropout=0.1), "random numbers in training (attention_dropout = 0.1)"),
         (table("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rotary type 'dynamic'"),
         (table("llama", rope_scaling={"rope_type": "linear"}), "factor"),
         (table("llama", rope_scaling={"rope_type": "none such"}), "none such"),

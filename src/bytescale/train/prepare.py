@@ -62,12 +62,9 @@ def prepare(config: Config, world_size: int) -> Prepared:
         UserError: anything in configuration, model or data that cannot work; one line.
     """
     _check_supported(config)
-    model_config = load_config(config.model, config.data.max_context)
     tokenizer = load_tokenizer(config.data)
+    model_config = load_config(config.model, config.data.max_context, tokenizer.end_id)
     check_vocab(tokenizer, model_config.vocab_size)
-    if config.model.path is None:
-        # A new model ends a document as its data does; the defaults of its class belong to another tokenizer.
-        model_config.bos_token_id, model_config.eos_token_id = None, tokenizer.end_id
     dataset = open_dataset(config.data, tokenizer)
     shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
     pp_size = config.parallel.pp_size

@@ -7,6 +7,7 @@ positions that are not those given, parameters that would never learn. Cost of t
 tokens.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -15,21 +16,32 @@ from bytescale.errors import UserError
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.ring import AttentionContext
 from bytescale.runtime.attention.work import local_work
+from bytescale.runtime.model.rotary import POSITION_DEPENDENT, kind_of, reach, sections
 from bytescale.runtime.p2p import PeerToPeer
-
-POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary types whose angles depend on the longest position present; a piece would get the wrong ones."""
 
 PROBE_TOLERANCE = 1e-3
 """Relative difference in fp32 above which eager and our attention do not compute the same."""
 
 
+_MAX_COMPLAINT = 200
+_ADVICE = re.compile(
+    r"trust_remote_code|from_pretrained|https?://|pip install|=True|=False|\b(pass|open an issue|you can)\b", re.I
+)
+_RANDOM_KEY = re.compile(r"drop|jitter|noise")
+_OF_ANOTHER_HEAD = re.compile(r"classif|summary")
+
+
 def complaint(error: BaseException) -> str:
-    """The message of a library's exception as one short line; its type too where the message says little."""
+    """What a library's exception says, as one short line: whole sentences, without advice about its own arguments."""
     text = " ".join(str(error).split())
-    if not text or isinstance(error, KeyError | AttributeError):
-        text = f"{type(error).__name__} {text}".strip()
-    return text if len(text) <= 300 else f"{text[:297]}..."
+    if isinstance(error, KeyError | AttributeError):
+        text = f"{type(error).__name__} {text}"
+    kept = ""
+    for sentence in re.split(r"(?<=[.!?]) ", text):
+        if len(kept) + len(sentence) > _MAX_COMPLAINT or _ADVICE.search(sentence):
+            break
+        kept = f"{kept} {sentence}".strip()
+    return kept or f"Transformers raised {type(error).__name__}"
 
 
 def _refuse(model_type: str, feature: str, way_out: str) -> None:
@@ -61,12 +73,9 @@ def check_config(config: Any, max_context: int) -> None:
     _check_layers(config, max_context)
     if value("attn_logit_softcapping"):
         _refuse(name, "softcapped attention (attn_logit_softcapping)", null)
-    if value("attention_dropout"):
-        _refuse(name, f"attention dropout {value('attention_dropout')}", "set attention_dropout = 0")
-    rope = value("rope_parameters") or value("rope_scaling") or {}
-    for section in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
-        kind = section.get("rope_type", section.get("type"))
-        if kind in POSITION_DEPENDENT_ROPE:
+    _check_randomness(config)
+    for section in sections(config):
+        if (kind := kind_of(section)) in POSITION_DEPENDENT:
             _refuse(name, f"rotary type {kind!r}", "use default, linear, yarn or llama3")
     if value("final_logit_softcapping"):
         _refuse(name, "softcapped logits (final_logit_softcapping)", null)
@@ -75,12 +84,30 @@ def check_config(config: Any, max_context: int) -> None:
             _refuse(name, f"scaled logits ({key} = {value(key)})", f"set {key} = 1")
     if value("output_router_logits"):
         _refuse(name, "a router loss (output_router_logits)", "set output_router_logits = false to train without")
-    limit = value("max_position_embeddings")
+    limit, stated_by = reach(config)
     if limit is not None and limit < max_context:
         raise UserError(
-            f"model {name!r} has max_position_embeddings = {limit}, below data.max_context = {max_context}; "
+            f"model {name!r} has {stated_by}, below data.max_context = {max_context}; "
             "lower max_context or raise max_position_embeddings"
         )
+    pad = value("pad_token_id")
+    if isinstance(pad, int) and not -config.vocab_size <= pad < config.vocab_size:
+        raise UserError(
+            f"model {name!r} has pad_token_id = {pad}, which is no token of its vocabulary of {config.vocab_size}; "
+            "set it to null or leave it out"
+        )
+
+
+def _check_randomness(config: Any) -> None:
+    """Refuse what draws random numbers in training: ranks would draw the same ones, and others than one process."""
+    asked = {
+        key: value
+        for key, value in config.to_dict().items()
+        if _RANDOM_KEY.search(key) and not _OF_ANOTHER_HEAD.search(key) and type(value) in (int, float) and value
+    }
+    if asked:
+        stated = ", ".join(f"{key} = {value}" for key, value in sorted(asked.items()))
+        _refuse(config.model_type, f"random numbers in training ({stated})", "set what draws them to 0")
 
 
 def _check_layers(config: Any, max_context: int) -> None:

@@ -142,13 +142,14 @@ def build_decoder(model: ModelConfig, config: Any, seed: int) -> Any:
     name = f"model {config.model_type!r}"
     try:
         if model.path is None:
-            decoder, loading = AutoModelForCausalLM.from_config(config, **options), {}
+            decoder, loading = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options), {}
         else:
             # Tensors of another shape are let through here and refused by name below.
             decoder, loading = AutoModelForCausalLM.from_pretrained(
                 model.path,
                 config=config,
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
