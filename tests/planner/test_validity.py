@@ -9,7 +9,8 @@ from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.errors import UserError
 from bytescale.plan.file import plan_to_dict
 from bytescale.plan.validate import validate
-from bytescale.planner import PIPELINE_ONLY, STRATEGIES, plan
+from bytescale.planner import PIPELINE_ONLY, STRATEGIES, make_problem, plan
+from bytescale.planner.search.narrow import MAX_SEQUENCES, NOISE, narrowed
 
 COSTS = {
     "dense": dense_flops(4),
@@ -90,7 +91,30 @@ def test_best_is_never_worse(problem: dict[str, object]) -> None:
             continue
         assert step.predicted is not None
         steps[strategy] = step.predicted.step_time_s
-    assert steps["best"] <= min(steps.values()) * (1 + 1e-9)
+    # A small batch may give up what no prediction resolves, for short sequences that stay whole.
+    small = len(problem["lengths"]) <= MAX_SEQUENCES and problem["pp_size"] == 1
+    assert steps["best"] <= min(steps.values()) * (1 + (NOISE if small else 1e-9))
+
+
+@pytest.mark.parametrize("strategy", ["static", "flexible-cp", "best"])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(problem=problems())
+def test_narrowed_plans_are_valid_and_hardly_longer(strategy: str, problem: dict[str, object]) -> None:
+    problem = {**problem, "pp_size": 1, "rank_speed": None}
+    try:
+        step = made(strategy, problem)
+    except UserError:
+        return
+    narrow = narrowed(make_problem(**problem), step)
+    validate(narrow)
+    assert narrow.predicted.step_time_s <= step.predicted.step_time_s * (1 + NOISE)
+    degree, before = narrow.sequence_degrees(), step.sequence_degrees()
+    assert np.all((degree == before) | (degree == 1))
+
+
+def test_one_token_gets_one_rank() -> None:
+    step = plan([30000, 9000, 700, 12, 4096, 8192, 1], hdp_size=4, tokens_per_rank=8192, cost=COSTS["h100"])
+    assert step.sequence_degrees()[[3, 6]].tolist() == [1, 1]
 
 
 def test_best_returns_no_block_plan_unless_allowed() -> None:

@@ -7,6 +7,8 @@
 3. Micro-batches: singles packed to C between the gangs of a rank.
 4. The other strategies are planned as well while the batch is small enough; if one predicts a shorter step it is
    returned under the name `best`. Beyond `RIVAL_LIMIT` this is only done when ours is far from the lower bound.
+5. In small batches the shortest sequences are made whole again where that costs less than predictions are good for
+   (`search.narrow`, 0.1 %).
 
 Every search is limited by counted tries, never by the clock; equal input and seed give an equal plan. What provably
 cannot win is left out. With a pipeline gangs are stacked (`parts.levels`), sizes and orders of packs are
@@ -33,6 +35,7 @@ from bytescale.planner.parts.micro_batches import plan_of_starts
 from bytescale.planner.problem import Problem
 from bytescale.planner.search.degrees import GOOD_ENOUGH, search
 from bytescale.planner.search.multifit import Placement
+from bytescale.planner.search.narrow import narrowed
 from bytescale.planner.search.pipeline import best_pipeline_plan
 from bytescale.planner.strategies.static import static_bound_s
 
@@ -68,7 +71,7 @@ def plan_best(
             rival = _shorter_rival(problem, name, make, allow_blocks, _predicted_s(chosen))
             if rival is not None:
                 chosen, origin = rival, name
-    return replace(chosen, strategy="best"), origin
+    return replace(narrowed(problem, chosen), strategy="best"), origin
 
 
 def _shorter_rival(
