@@ -28,6 +28,7 @@ from bytescale.config.toml import load_config
 from bytescale.cost.profile import make_profile, profile_cost
 from bytescale.data import StepData, next_batch, read_micro_batch
 from bytescale.data.batches import LoaderState
+from bytescale.plan.share import rank_share
 from bytescale.plan.step_plan import StepPlan, step_plan
 from bytescale.planner import plan as make_plan
 from bytescale.profiler.measure import (
@@ -135,7 +136,7 @@ def steps_of(config: Config, prepared: Prepared, cost: Any, strategy: str, world
         )
         rows = plan.micro_batch_rows(world.rank)
         own = tuple(read_micro_batch(prepared.dataset, batch, plan, chosen) for chosen in rows)
-        steps.append(StepData(number, batch, plan, own, 0.0, 0.0, state))
+        steps.append(StepData(number, batch, rank_share(plan, world.rank), own, 0.0, 0.0, state))
     return steps
 
 

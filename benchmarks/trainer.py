@@ -18,6 +18,7 @@ from benchmarks.common import on_ranks, report, timed
 from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, PlanConfig
 from bytescale.data import StepData, next_batch, read_micro_batch
 from bytescale.data.batches import LoaderState
+from bytescale.plan.share import rank_share
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import shard_model
 from bytescale.runtime.world import join_groups
@@ -49,7 +50,7 @@ def _batches(prepared: Prepared, planner: Any, rank: int, number: int) -> list[S
         batch, state = next_batch(prepared.dataset, CONFIG.batch, 0, state)
         plan = planner(batch.lengths)
         own = tuple(read_micro_batch(prepared.dataset, batch, plan, rows) for rows in plan.micro_batch_rows(rank))
-        steps.append(StepData(step, batch, plan, own, 0.0, 0.0, state))
+        steps.append(StepData(step, batch, rank_share(plan, rank), own, 0.0, 0.0, state))
     return steps
 
 

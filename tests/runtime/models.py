@@ -9,6 +9,7 @@ import torch
 
 from bytescale.config.schema import ModelConfig
 from bytescale.data import GlobalBatch, StepData, TokenMicroBatch
+from bytescale.plan.share import rank_share
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.zigzag import piece_positions
 from bytescale.runtime.attention.kernels import CpuKernel
@@ -115,7 +116,7 @@ def step_data(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]] | None
     masked = masked or {}
     num_targets = np.array([n - 1 - len(masked.get(i, ())) for i, n in enumerate(plan.lengths)])
     batch = GlobalBatch(np.arange(plan.num_sequences), plan.lengths, num_targets)
-    return StepData(step, batch, plan, micro_batches(plan, rank, masked), 0.0, 0.0, None)
+    return StepData(step, batch, rank_share(plan, rank), micro_batches(plan, rank, masked), 0.0, 0.0, None)
 
 
 def train_step(

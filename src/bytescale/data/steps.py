@@ -1,6 +1,7 @@
-"""The steps of one rank, each prepared on a thread while the one before it runs: drawn, planned, proven, read.
+"""The steps of one rank, each prepared on a thread while the one before it runs.
 
-The loader keeps one step ahead and no more. Cost: the memory of that step.
+`prepare_step` is the way from lengths to tokens: draw, plan, prove, read. `StepLoader` calls it one step ahead and no
+more. Cost: the memory of that step.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from bytescale.config.schema import BatchConfig
 from bytescale.data.batches import EpochOrder, GlobalBatch, LoaderState, next_batch
 from bytescale.data.dataset import SequenceDataset
 from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batch
+from bytescale.plan.share import RankShare, rank_share
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import validate
 
@@ -33,20 +35,82 @@ class StepData:
     Attributes:
         step: number of the step.
         batch: the global batch, the same on every rank.
-        plan: its plan, valid and the same on every rank.
-        micro_batches: this rank's, in order of execution; empty on an idle rank.
+        share: this rank's part of the plan, which is valid and the same on every rank.
+        micro_batches: the tokens of `share.micro_batches`; empty on an idle rank.
         plan_time_s: time to make and prove the plan, on the loader's thread.
         data_wait_s: time that the consumer waited for this step.
         state_after: where to resume once this step is done.
+        num_skipped: batches without a target that were passed over to find this one.
     """
 
     step: int
     batch: GlobalBatch
-    plan: StepPlan
+    share: RankShare
     micro_batches: tuple[TokenMicroBatch, ...]
     plan_time_s: float
     data_wait_s: float
     state_after: LoaderState
+    num_skipped: int = 0
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan of the whole batch."""
+        return self.share.plan
+
+
+@dataclass(frozen=True, eq=False)
+class StepSource:
+    """What the steps of one rank are made from.
+
+    Attributes:
+        dataset: the sequences.
+        batch_config: size of the global batch.
+        seed: seed of the order of sequences.
+        order: the order of every epoch, of (dataset, seed).
+        planner: makes the plan of a batch from its lengths; called on the loader's thread.
+        hdp_rank: whose pieces to read.
+    """
+
+    dataset: SequenceDataset
+    batch_config: BatchConfig
+    seed: int
+    order: EpochOrder
+    planner: Planner
+    hdp_rank: int
+
+
+def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: threading.Event) -> StepData:
+    """Lengths, plan, proof, pieces: all of one step that comes before the model.
+
+    Args:
+        source: where from.
+        step: its number.
+        state: where in the data it begins.
+        cancelled: set when nobody waits for the step any more.
+
+    Raises:
+        PlanError: the planner made a plan that cannot be run.
+    """
+    batch, state_after, num_skipped = _draw(source, state, cancelled)
+    begin_s = time.perf_counter()
+    plan = source.planner(batch.lengths)
+    validate(plan)
+    plan_time_s = time.perf_counter() - begin_s
+    if not np.array_equal(plan.lengths, batch.lengths) or source.hdp_rank >= plan.hdp_size:
+        raise ValueError(f"the planner made a plan that is not for rank {source.hdp_rank} of this batch")
+    share = rank_share(plan, source.hdp_rank)
+    tokens = tuple(read_micro_batch(source.dataset, batch, plan, micro_batch.rows) for micro_batch in share)
+    return StepData(step, batch, share, tokens, plan_time_s, 0.0, state_after, num_skipped)
+
+
+def _draw(source: StepSource, state: LoaderState, cancelled: threading.Event) -> tuple[GlobalBatch, LoaderState, int]:
+    """The next batch with a target, the state behind it, and how many were passed over."""
+    num_skipped = 0
+    while True:
+        batch, state = next_batch(source.dataset, source.batch_config, source.seed, state, source.order)
+        if batch.total_targets > 0 or cancelled.is_set():
+            return batch, state, num_skipped
+        num_skipped += 1
 
 
 class StepLoader:
@@ -84,17 +148,13 @@ class StepLoader:
             first_step: number of the first one.
         """
         self.skipped_steps = 0
-        self._dataset = dataset
-        self._batch_config = batch_config
-        self._seed = seed
-        self._planner = planner
-        self._hdp_rank = hdp_rank
-        self._order = EpochOrder(len(dataset), seed)
+        order = EpochOrder(len(dataset), seed)
+        self._source = StepSource(dataset, batch_config, seed, order, planner, hdp_rank)
         self._next_step = first_step
         self._end_step = None if num_steps is None else first_step + num_steps
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._pending: Future[tuple[StepData, int]] | None = None
+        self._pending: Future[StepData] | None = None
         self._start(state or LoaderState())
 
     def __iter__(self) -> "StepLoader":
@@ -104,9 +164,9 @@ class StepLoader:
         if self._closed.is_set() or self._pending is None:
             raise StopIteration
         began = time.perf_counter()
-        data, num_skipped = self._pending.result()
+        data = self._pending.result()
         wait_s = time.perf_counter() - began
-        self.skipped_steps += num_skipped
+        self.skipped_steps += data.num_skipped
         self._next_step += 1
         self._start(data.state_after)
         return dataclasses.replace(data, data_wait_s=wait_s)
@@ -128,12 +188,12 @@ class StepLoader:
         if self._end_step is not None and self._next_step >= self._end_step:
             self._pending = None
             return
-        pending: Future[tuple[StepData, int]] = Future()
+        pending: Future[StepData] = Future()
         step = self._next_step
 
         def run() -> None:
             try:
-                pending.set_result(self._prepare(step, state))
+                pending.set_result(prepare_step(self._source, step, state, self._closed))
             except BaseException as error:
                 pending.set_exception(error)
 
@@ -141,22 +201,3 @@ class StepLoader:
         # A daemon: a planner that never returns must not keep a failed process alive.
         self._thread = threading.Thread(target=run, name="bytescale-loader", daemon=True)
         self._thread.start()
-
-    def _prepare(self, step: int, state: LoaderState) -> tuple[StepData, int]:
-        """Draw, plan, prove and read one step; returns it with the number of batches passed over."""
-        num_skipped = 0
-        while True:
-            batch, state = next_batch(self._dataset, self._batch_config, self._seed, state, self._order)
-            if batch.total_targets > 0 or self._closed.is_set():
-                break
-            num_skipped += 1
-        began = time.perf_counter()
-        plan = self._planner(batch.lengths)
-        validate(plan)
-        plan_time_s = time.perf_counter() - began
-        if not np.array_equal(plan.lengths, batch.lengths) or self._hdp_rank >= plan.hdp_size:
-            raise ValueError(f"the planner made a plan that is not for rank {self._hdp_rank} of this batch")
-        micro_batches = tuple(
-            read_micro_batch(self._dataset, batch, plan, rows) for rows in plan.micro_batch_rows(self._hdp_rank)
-        )
-        return StepData(step, batch, plan, micro_batches, plan_time_s, 0.0, state), num_skipped

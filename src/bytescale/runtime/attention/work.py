@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from bytescale.arrays import IntArray
+from bytescale.plan.share import MicroBatchShare, rank_share
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.zigzag import PieceRuns, piece_runs
 
@@ -159,20 +160,21 @@ def needed_rows(source: int, consumer: int, source_runs: PieceRuns, consumer_run
 
 def attention_work(plan: StepPlan, rank: int) -> list[AttentionWork]:
     """The work of all micro-batches of `rank`, in order of execution. Plans with zig-zag pieces only."""
+    return [micro_batch_work(micro_batch) for micro_batch in rank_share(plan, rank)]
+
+
+def micro_batch_work(micro_batch: MicroBatchShare) -> AttentionWork:
+    """The work of one micro-batch of a plan with zig-zag pieces."""
+    plan = micro_batch.plan
     assert plan.pieces.cp_index is not None, "block plans have no ring"
-    rows, begin = plan.sequence_rows()
-    work = []
-    for micro_batch in plan.micro_batch_rows(rank):
-        members: list[_Member] = []
-        offset = int(plan.pieces.tokens[micro_batch].sum())
-        for row in micro_batch.tolist():
-            sequence = int(plan.pieces.sequence[row])
-            member = _member(plan, row, rows[begin[sequence] : begin[sequence + 1]])
-            before = members[-1].offset + members[-1].runs(members[-1].cp_index).num_tokens if members else 0
-            members.append(replace(member, offset=before, kept_offset=offset))
-            offset += member.kept_on(member.cp_index)
-        work.append(_work(members, int(plan.pieces.tokens[micro_batch].sum())))
-    return work
+    members: list[_Member] = []
+    offset = num_tokens = micro_batch.num_tokens
+    for row, rows in zip(micro_batch.rows.tolist(), micro_batch.sequence_rows, strict=True):
+        member = _member(plan, row, rows)
+        before = members[-1].offset + members[-1].runs(members[-1].cp_index).num_tokens if members else 0
+        members.append(replace(member, offset=before, kept_offset=offset))
+        offset += member.kept_on(member.cp_index)
+    return _work(members, num_tokens)
 
 
 def _member(plan: StepPlan, row: int, rows: IntArray) -> _Member:
