@@ -9,7 +9,7 @@ from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.errors import UserError
 from bytescale.plan.file import plan_to_dict
 from bytescale.plan.validate import validate
-from bytescale.planner import PIPELINE_ONLY, STRATEGIES, make_problem, plan
+from bytescale.planner import STRATEGIES, make_problem, plan
 from bytescale.planner.search.narrow import MAX_SEQUENCES, NOISE, narrowed
 
 COSTS = {
@@ -82,7 +82,7 @@ def test_same_input_same_plan(strategy: str, problem: dict[str, object]) -> None
 def test_best_is_never_worse(problem: dict[str, object]) -> None:
     steps = {}
     for strategy in STRATEGIES:
-        if strategy in PIPELINE_ONLY:
+        if STRATEGIES[strategy].pipeline_only:
             continue
         try:
             step = made(strategy, {**problem, "allow_blocks": True})

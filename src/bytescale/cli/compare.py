@@ -11,7 +11,7 @@ from bytescale.cli.machine import MEMORY_FIGURES, Machine, described_machine, me
 from bytescale.cli.planning import Request, planning_options, request, wide_console
 from bytescale.errors import UserError, counted, nearest
 from bytescale.plan.validate import validate
-from bytescale.planner import PIPELINE_ONLY, STRATEGIES, plan_with_origin
+from bytescale.planner import STRATEGIES, plan_with_origin
 from bytescale.report.plan_table import (
     chunk_words,
     comparison_notes,
@@ -39,7 +39,7 @@ def compare(strategies: str | None, num_batches: int, as_json: bool, **options: 
     Every plan is validated before it is counted. A strategy that cannot plan a batch is shown with its reason; when
     none can, the exit code is 2. best may return any other strategy's plan here, block plans included.
     """
-    names = [name for name in STRATEGIES if name not in PIPELINE_ONLY or options["pp_size"] > 1]
+    names = [s.name for s in STRATEGIES.values() if not s.pipeline_only or options["pp_size"] > 1]
     if strategies is not None:
         names = [name.strip() for name in strategies.split(",") if name.strip()]
     for name in names:

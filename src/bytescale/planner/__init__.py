@@ -13,7 +13,7 @@ plan passes `bytescale.plan.validate`.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -32,36 +32,53 @@ from bytescale.planner.strategies.hdp_balance import plan_balance
 from bytescale.planner.strategies.hdp_naive import plan_naive
 from bytescale.planner.strategies.megatron_dynamic import plan_megatron
 from bytescale.planner.strategies.static import plan_static
+from bytescale.planner.strategy import Strategy
 
-STRATEGIES: Mapping[str, str] = MappingProxyType(
-    {
-        "static": "one cp_degree for all, packs in arrival order (Megatron-LM, MegaScale)",
-        "megatron-dynamic": "powers of two by length, balanced by squares (Megatron-LM hybrid context parallel)",
-        "hdp-naive": "fewest ranks per sequence, best-fit packs, no balance (ByteScale, Algorithm 1)",
-        "hdp-balance": "the same, balanced: DP-Balance, with a pipeline PP-Balance (ByteScale, Algorithm 2)",
-        "fcp": "fixed blocks on any rank (flexible context parallelism by blocks)",
-        "flexible-cp": "best-fit groups, integer degrees that minimise the slowest (flexible context parallelism)",
-        "best": "ours: degrees, gaps and packs searched together, never worse than the others",
-        "chunked": "best, and in a pipeline long sequences in chunks that keep keys and values",
-    }
+PLAIN = (
+    Strategy("static", "one cp_degree for all, packs in arrival order (Megatron-LM, MegaScale)", plan_static),
+    Strategy(
+        "megatron-dynamic",
+        "powers of two by length, balanced by squares (Megatron-LM hybrid context parallel)",
+        plan_megatron,
+    ),
+    Strategy("hdp-naive", "fewest ranks per sequence, best-fit packs, no balance (ByteScale, Algorithm 1)", plan_naive),
+    Strategy(
+        "hdp-balance",
+        "the same, balanced: DP-Balance, with a pipeline PP-Balance (ByteScale, Algorithm 2)",
+        plan_balance,
+    ),
+    Strategy("fcp", "fixed blocks on any rank (flexible context parallelism by blocks)", plan_fcp, makes_blocks=True),
+    Strategy(
+        "flexible-cp",
+        "best-fit groups, integer degrees that minimise the slowest (flexible context parallelism)",
+        plan_flexible,
+    ),
 )
-"""Name of every strategy and what it is."""
+"""Strategies that look at no other, in the order of every table; a new one is a file in `strategies` and an entry."""
 
-PIPELINE_ONLY = frozenset({"chunked"})
-"""Strategies that are another one without a pipeline."""
 
-_RIVALS: Mapping[str, Callable[[Problem], StepPlan]] = MappingProxyType(
-    {
-        "hdp-balance": plan_balance,
-        "flexible-cp": plan_flexible,
-        "hdp-naive": plan_naive,
-        "static": plan_static,
-        "megatron-dynamic": plan_megatron,
-        "fcp": plan_fcp,
-    }
-)
+def strategy_table(plain: Sequence[Strategy]) -> Mapping[str, Strategy]:
+    """Strategies by name: `plain`, and the searches, which choose among them too."""
+    searches = (
+        Strategy(
+            "best",
+            "ours: degrees, gaps and packs searched together, never worse than the others",
+            lambda problem: plan_best(problem, plain),
+        ),
+        Strategy(
+            "chunked",
+            "best, and in a pipeline long sequences in chunks that keep keys and values",
+            lambda problem: plan_chunked(problem, plan_best(problem, plain)),
+            pipeline_only=True,
+        ),
+    )
+    return MappingProxyType({strategy.name: strategy for strategy in (*plain, *searches)})
 
-__all__ = ["PIPELINE_ONLY", "STRATEGIES", "Problem", "make_problem", "plan", "plan_with_origin"]
+
+STRATEGIES = strategy_table(PLAIN)
+"""Every strategy by its name."""
+
+__all__ = ["PLAIN", "STRATEGIES", "Problem", "Strategy", "make_problem", "plan", "plan_with_origin", "strategy_table"]
 
 
 def plan(
@@ -128,7 +145,7 @@ def plan_with_origin(
     rank_speed: Sequence[float] | npt.ArrayLike | None = None,
     allow_blocks: bool = False,
 ) -> tuple[StepPlan, str]:
-    """`plan`, and the name of the strategy that made it, which for `best` may be another one."""
+    """`plan`, and the name of the strategy that made it, which for a search may be another one."""
     begin = time.perf_counter()
     if strategy not in STRATEGIES:
         raise UserError(f"unknown strategy {strategy!r}; {nearest(strategy, STRATEGIES)}")
@@ -142,14 +159,9 @@ def plan_with_origin(
         offload=offload,
         seed=seed,
         rank_speed=rank_speed,
+        allow_blocks=allow_blocks,
     )
-    if strategy in ("best", "chunked"):
-        made, origin = plan_best(problem, _RIVALS, allow_blocks)
-        if strategy == "chunked":
-            made, origin = plan_chunked(problem, made), strategy
-    else:
-        made, origin = _RIVALS[strategy](problem), strategy
-        made = replace(made, predicted=predict(made, cost, rank_speed=problem.rank_speed))
-    assert made.predicted is not None
-    elapsed_s = time.perf_counter() - begin
-    return replace(made, predicted=replace(made.predicted, planning_time_s=elapsed_s)), origin
+    made = STRATEGIES[strategy].plan(problem)
+    predicted = made.predicted or predict(made, cost, rank_speed=problem.rank_speed)
+    timed = replace(predicted, planning_time_s=time.perf_counter() - begin)
+    return replace(made, strategy=strategy, predicted=timed), made.strategy

@@ -38,6 +38,7 @@ class Problem:
         offload: `auto`, `off`, or one ratio for every piece.
         rank_speed: relative speed of each rank, mean 1, or None. Shape [hdp_size].
         seed: of any random search.
+        allow_blocks: whether a search may return a plan in the "blocks" layout.
     """
 
     lengths: IntArray
@@ -50,6 +51,7 @@ class Problem:
     offload: Offload = "off"
     rank_speed: FloatArray | None = None
     seed: int = 0
+    allow_blocks: bool = False
 
     @property
     def num_sequences(self) -> int:
@@ -125,6 +127,7 @@ def make_problem(
     offload: Offload = "off",
     seed: int = 0,
     rank_speed: Sequence[float] | npt.ArrayLike | None = None,
+    allow_blocks: bool = False,
 ) -> Problem:
     """Check the input of a strategy.
 
@@ -153,6 +156,7 @@ def make_problem(
         offload=_check_offload(offload),
         rank_speed=_check_speed(rank_speed, int(hdp_size)),
         seed=seed,
+        allow_blocks=allow_blocks,
     )
     _check_fits(problem)
     return problem

@@ -5,8 +5,8 @@
    leaves, single sequences into the room that remains. The best of so many candidates is kept.
 2. Multifit (`search.multifit`) where the batch is not too large, and a seeded random search on few ranks.
 3. Micro-batches: singles packed to C between the gangs of a rank.
-4. The other strategies are planned as well while the batch is small enough; if one predicts a shorter step it is
-   returned under the name `best`. Beyond `RIVAL_LIMIT` this is only done when ours is far from the lower bound.
+4. The other strategies are planned as well while the batch is small enough; if one predicts a shorter step its plan is
+   returned. Beyond `RIVAL_LIMIT` this is only done when ours is far from the lower bound.
 5. In small batches the shortest sequences are made whole again where that costs less than predictions are good for
    (`search.narrow`, 0.1 %).
 
@@ -15,7 +15,7 @@ cannot win is left out. With a pipeline gangs are stacked (`parts.levels`), size
 tried and the makespan decides.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +38,7 @@ from bytescale.planner.search.multifit import Placement
 from bytescale.planner.search.narrow import narrowed
 from bytescale.planner.search.pipeline import best_pipeline_plan
 from bytescale.planner.strategies.static import static_bound_s
+from bytescale.planner.strategy import Strategy
 
 RIVAL_LIMIT = 6_000
 """Sequences plus ranks up to which the other strategies are always planned too."""
@@ -46,15 +47,12 @@ FAR_FROM_BOUND = 0.03
 """Above the limit they are planned only when ours is farther than this from the bound."""
 
 
-def plan_best(
-    problem: Problem, rivals: Mapping[str, Callable[[Problem], StepPlan]], allow_blocks: bool
-) -> tuple[StepPlan, str]:
-    """The best plan found, named `best`, and the name of the strategy that made it.
+def plan_best(problem: Problem, rivals: Sequence[Strategy]) -> StepPlan:
+    """The best plan found, predicted, under the name of the strategy that made it.
 
     Args:
         problem: what is asked.
-        rivals: the other strategies.
-        allow_blocks: whether a block plan may be returned.
+        rivals: the other strategies, planned from the last to the first.
     """
     least = least_work_degrees(problem)
     bound = reachable_s(problem, least)
@@ -63,35 +61,31 @@ def plan_best(
     else:
         own = [_predicted(problem, best_pipeline_plan(problem))]
     chosen = min(own, key=_predicted_s)
-    origin = "best"
     small = problem.num_sequences + problem.hdp_size <= RIVAL_LIMIT
     far = _predicted_s(chosen) > bound * (1 + (GOOD_ENOUGH if small else FAR_FROM_BOUND))
     if far or (small and problem.num_sequences <= 64):
-        for name, make in rivals.items():
-            rival = _shorter_rival(problem, name, make, allow_blocks, _predicted_s(chosen))
-            if rival is not None:
-                chosen, origin = rival, name
-    return replace(narrowed(problem, chosen), strategy="best"), origin
+        for rival in reversed(rivals):
+            shorter = _shorter_plan(problem, rival, _predicted_s(chosen))
+            chosen = chosen if shorter is None else shorter
+    return narrowed(problem, chosen)
 
 
-def _shorter_rival(
-    problem: Problem, name: str, make: Callable[[Problem], StepPlan], allow_blocks: bool, step_s: float
-) -> StepPlan | None:
+def _shorter_plan(problem: Problem, rival: Strategy, step_s: float) -> StepPlan | None:
     """The plan of another strategy if it takes less than `step_s`."""
+    if rival.makes_blocks and not problem.allow_blocks:
+        return None
     try:
-        if name == "static" and problem.pp_size == 1 and static_bound_s(problem) >= step_s:
+        if rival.name == "static" and problem.pp_size == 1 and static_bound_s(problem) >= step_s:
             return None  # its plans can have millions of pieces
-        rival = make(problem)
+        made = rival.plan(problem)
     except UserError:
         return None
-    if rival.layout == "blocks" and not allow_blocks:
-        return None
     # The busiest rank alone refuses most of them, without the makespan.
-    times = durations(rival, problem.cost, problem.rank_speed)
-    if float(rank_times_s(rival, times).max()) >= step_s:
+    times = durations(made, problem.cost, problem.rank_speed)
+    if float(rank_times_s(made, times).max()) >= step_s:
         return None
-    rival = _predicted(problem, rival)
-    return rival if _predicted_s(rival) < step_s * (1 - 1e-12) else None
+    made = _predicted(problem, made)
+    return made if _predicted_s(made) < step_s * (1 - 1e-12) else None
 
 
 def reachable_s(problem: Problem, least: Degrees) -> float:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bytescale.arrays import FloatArray, IntArray
-from bytescale.cost.predict import predict
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import stage_time_s
 from bytescale.planner.problem import Problem
@@ -54,10 +53,10 @@ class _Try:
 
 
 def plan_chunked(problem: Problem, whole: StepPlan) -> StepPlan:
-    """The plan with the shortest step found, predicted; at worst `whole`, which it is without a pipeline."""
+    """The plan with the shortest step found; at worst `whole`, a predicted plan, which it is without a pipeline."""
     best = whole
     if problem.pp_size == 1:
-        return replace(best, strategy="chunked")
+        return best
     assert whole.predicted is not None
     whole_s = best_s = whole.predicted.step_time_s
     at = _Try(num_leading=problem.pp_size - 1)
@@ -83,8 +82,7 @@ def plan_chunked(problem: Problem, whole: StepPlan) -> StepPlan:
     made = levelled_plan(problem, _shape_at(problem, at, whole_s), "chunked", rounds=4)
     if made is not None and made.step_s < best_s:
         best = made.plan
-    predicted = best.predicted or predict(best, problem.cost, rank_speed=problem.rank_speed)
-    return replace(best, strategy="chunked", predicted=predicted)
+    return best
 
 
 def _shape_at(problem: Problem, point: _Try, whole_s: float) -> Shape:
