@@ -1,7 +1,7 @@
 """Small random decoders of several architectures, and one training step on a plan written by hand."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.hf_config import load_config
 from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
 from bytescale.runtime.p2p import PeerToPeer
-from bytescale.runtime.world import World
+from bytescale.runtime.transport import Transport, transport_of
+from bytescale.runtime.world import World, open_pipe
 from bytescale.train.checkpoint import with_whole_names
 from bytescale.train.step import StepResult, run_step
 from tests.ranks import Ranks
@@ -91,12 +92,20 @@ def micro_batches(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]]) -
     return tuple(result)
 
 
-def world_of(ranks: Ranks, timeout_s: float = 60.0, pp_size: int = 1) -> World:
+Wrap = Callable[[str, Transport], Transport]
+"""Puts something between a link of this name and its transport."""
+
+
+def world_of(ranks: Ranks, timeout_s: float = 60.0, pp_size: int = 1, wrap: Wrap | None = None) -> World:
     """The pool's ranks as the trainer sees them, as stages of pipelines if asked."""
     device = torch.device("cpu")
     hdp_size = ranks.size // pp_size
     stage, hdp_rank = divmod(ranks.rank, hdp_size)
     sharding, attention = (ranks.mesh_group, ranks.group) if pp_size == 1 else ranks.blocks[hdp_size]
+    groups = {"attention": attention} | ({"forward": ranks.group, "backward": ranks.mesh_group} if pp_size > 1 else {})
+    links = {name: transport_of(group, device) for name, group in groups.items()}
+    if wrap is not None:
+        links = {name: wrap(name, transport) for name, transport in links.items()}
     return World(
         rank=ranks.rank,
         size=ranks.size,
@@ -107,8 +116,8 @@ def world_of(ranks: Ranks, timeout_s: float = 60.0, pp_size: int = 1) -> World:
         device=device,
         everyone=ranks.mesh_group,
         group=sharding,
-        comm=PeerToPeer(attention, timeout_s, device),
-        pipe=PeerToPeer(ranks.group, timeout_s, device) if pp_size > 1 else None,
+        comm=PeerToPeer(None, timeout_s, device, transport=links.pop("attention")),
+        pipe=open_pipe(list(links.values()), hdp_size, timeout_s, device),
     )
 
 
@@ -128,11 +137,12 @@ def train_step(
     master: torch.dtype = torch.float32,
     checkpointing: bool = False,
     masked: dict[int, Sequence[int]] | None = None,
+    wrap: Wrap | None = None,
     **extra: Any,
 ) -> tuple[float, dict[str, torch.Tensor], StepResult]:
     """(loss mean, whole gradients of this stage, result) of one step on `plan`, from the model that seed 0 gives."""
     decoder = in_type(small_decoder(architecture, **extra), master)
-    world = world_of(ranks, pp_size=plan.pp_size)
+    world = world_of(ranks, pp_size=plan.pp_size, wrap=wrap)
     num_layers = decoder.config.num_hidden_layers
     counts = [len(part) for part in np.array_split(np.arange(num_layers), plan.pp_size)]
     layers = layer_ranges(counts)[world.stage]

@@ -31,7 +31,8 @@ from bytescale.runtime.attention.work import Block, local_work
 from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.loss import token_loss_sum
 from bytescale.runtime.offload.tiers import Copy, Partition, Tier
-from bytescale.runtime.p2p import Message, PeerToPeer
+from bytescale.runtime.p2p import PeerToPeer
+from bytescale.runtime.transport import Message
 
 Tensor = torch.Tensor
 Table = dict[str, list[float]]

@@ -1,99 +1,99 @@
 """Point-to-point exchange between ranks over one fixed group.
 
-A rank is in three groups at most, whatever the plan: FSDP2's, attention's and the pipeline's, so that none waits behind
-another (NCCL orders per communicator). There is never a group per sequence.
+The groups of a rank are the same whatever the plan: FSDP2's, attention's and two of the pipeline, one a direction, so
+that none waits behind another (NCCL orders per communicator). There is never a group per sequence.
 
-Rules kept here: a send is never waited on before the next operation and its buffer lives until it completes; only
-receives block; sizes come from the plan on both ends; every wait has a bound and an error that names both ranks and the
-operation. On NCCL an exchange is one `batch_isend_irecv`; on gloo single tagged operations, which lets every parcel be
-waited for, and named, by itself.
+Rules kept here: connections are opened when a group is joined, in one order that all ranks share; a send is never
+waited on before the next operation and its buffer lives until it completes; only receives block; sizes come from the
+plan on both ends; every wait has a bound and an error that names both world ranks and the operation. On NCCL, where
+waits order streams and never raise, `bytescale.runtime.presence` and NCCL's own watchdog are the bound.
 """
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bytescale.errors import CommunicationError
-
-
-@dataclass(frozen=True)
-class Message:
-    """One contiguous tensor to or from `peer`, a rank of the group; `tag` is equal on both ends."""
-
-    peer: int
-    tensor: torch.Tensor
-    tag: int
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Time that this rank stood still for a receive of `what`; `begin_s` counts as `perf_counter`."""
-
-    what: str
-    begin_s: float
-    duration_s: float
+from bytescale.runtime.transport import Message, Pending, Transport, transport_of
+from bytescale.runtime.waits import Wait, WaitLog
 
 
 @dataclass
 class Transfer:
-    """Receives under way; `PeerToPeer.wait` completes them."""
+    """Messages under way, and the tensors that must live as long; `PeerToPeer.wait` completes receives."""
 
     what: str
-    works: list[tuple[dist.Work, int | None]] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
 
 
 class PeerToPeer:
-    """One group of this rank that exchanges point to point: attention's, or the pipeline's.
+    """One group of this rank that exchanges point to point: attention's, or a direction of the pipeline.
 
     State is what is in flight and what was counted since `reset_counters`: `bytes_sent` and `waits`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+        device: torch.device,
+        *,
+        offsets: Iterable[int] | None = None,
+        transport: Transport | None = None,
+    ) -> None:
         """Join the group; a collective.
 
         Args:
             group: ranks that may exchange; None for a single rank, which never does.
             timeout_s: bound of every wait.
             device: where the tensors live.
+            offsets: a rank r may send to r + offset, counted around the group, for each of these; None is all.
+            transport: what moves the messages; None takes the back-end of the group.
         """
-        self._group = group
+        self._transport = transport if transport is not None else transport_of(group, device)
         self._timeout = timedelta(seconds=timeout_s)
-        self._batched = device.type == "cuda"
         self._unfinished: list[Transfer] = []
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.size = dist.get_world_size(group) if group is not None else 1
+        self._log = WaitLog(device)
+        self.rank = self._transport.rank
+        self.size = len(self._transport.world_ranks)
         self.bytes_sent = 0
-        self._waits: list[tuple[str, float, Any, Any]] = []
-        if group is not None:
-            # The first operation opens connections between all pairs, which must not happen in the order of a plan.
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        self._open(range(1, self.size) if offsets is None else offsets, device)
+
+    def _open(self, offsets: Iterable[int], device: torch.device) -> None:
+        """Send one element over every connection, all ranks around the group at the same offset.
+
+        NCCL connects two ranks at their first message and blocks the host meanwhile. In the order of a plan that can
+        wait in a circle; in this order it cannot: the ranks at the lowest offset of all always find each other.
+        """
+        for offset in offsets:
+            token, received = torch.zeros(2, 1, device=device)
+            sends = [Message((self.rank + offset) % self.size, token, 0)]
+            receives = [Message((self.rank - offset) % self.size, received, 0)]
+            self.wait(self.post("connection", sends, receives))
+            self.drain()
+        self.reset_counters()
 
     def reset_counters(self) -> None:
         self.bytes_sent = 0
-        self._waits = []
+        self._log.reset()
+
+    def next_operation(self) -> None:
+        """Waits from here on count as those of another operation."""
+        self._log.next_operation()
 
     def waits(self) -> list[Wait]:
-        """Every wait for a receive since `reset_counters`; on CUDA of the stream, so synchronise first."""
-        return [
-            Wait(what, at_s, begin.elapsed_time(end) / 1e3 if self._batched else end - begin)
-            for what, at_s, begin, end in self._waits
-        ]
+        """Waits for receives since `reset_counters`, one entry for each (operation, kind) that had any.
 
-    def _mark(self) -> Any:
-        """A point in time: a recorded event on CUDA, seconds elsewhere."""
-        if not self._batched:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        On CUDA of the stream; this call waits until the stream has passed them.
+        """
+        return self._log.waits()
 
     def post(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         """Start an exchange and return at once.
@@ -103,29 +103,13 @@ class PeerToPeer:
             sends: contiguous tensors; their storage must not be written until the `drain` that passes them.
             receives: contiguous buffers of exactly the size the peer sends.
         """
+        if not sends and not receives:
+            return Transfer(what)
         self.bytes_sent += sum(m.tensor.numel() * m.tensor.element_size() for m in sends)
-        transfer = Transfer(what, buffers=[m.tensor for m in (*sends, *receives)])
-        outgoing = Transfer(what, buffers=[m.tensor for m in sends])
-        if self._batched:
-            operations = [self._operation(dist.isend, m) for m in sends]
-            operations += [self._operation(dist.irecv, m) for m in receives]
-            if operations:
-                transfer.works = [(work, None) for work in dist.batch_isend_irecv(operations)]
-            return transfer
-        for m in receives:
-            work = dist.irecv(m.tensor, group=self._group, group_src=m.peer, tag=m.tag)
-            assert work is not None
-            transfer.works.append((work, m.peer))
-        for m in sends:
-            work = dist.isend(m.tensor, group=self._group, group_dst=m.peer, tag=m.tag)
-            assert work is not None
-            outgoing.works.append((work, m.peer))
-        if outgoing.works:
-            self._unfinished.append(outgoing)
-        return transfer
-
-    def _operation(self, call: Callable[..., dist.Work | None], message: Message) -> dist.P2POp:
-        return dist.P2POp(call, message.tensor, group=self._group, group_peer=message.peer)
+        outgoing, incoming = self._transport.exchange(sends, receives)
+        if outgoing:
+            self._unfinished.append(Transfer(what, outgoing, [m.tensor for m in sends]))
+        return Transfer(what, incoming, [m.tensor for m in receives])
 
     def wait(self, transfer: Transfer) -> None:
         """Block (on CUDA: make the current stream wait) until the receives of `transfer` are there.
@@ -133,11 +117,11 @@ class PeerToPeer:
         Raises:
             CommunicationError: a peer did not answer within the bound, or is gone.
         """
-        if not transfer.works:
+        if not transfer.pending:
             return
-        at_s, begin = time.perf_counter(), self._mark()
+        begin = self._log.begin(transfer.what)
         self._finish(transfer, "from")
-        self._waits.append((transfer.what, at_s, begin, self._mark()))
+        self._log.end(transfer.what, begin)
 
     def drain(self, *, keep: int = 0) -> None:
         """Wait for all sends but the `keep` newest exchanges; afterwards their buffers may be reused."""
@@ -150,21 +134,19 @@ class PeerToPeer:
         return len(self._unfinished)
 
     def _finish(self, transfer: Transfer, direction: str) -> None:
-        for work, peer in transfer.works:
+        for handle, peer in transfer.pending:
             begin_s = time.perf_counter()
             try:
-                if self._batched:
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
+                handle.wait(self._timeout)
             except RuntimeError as error:
                 waited_s = time.perf_counter() - begin_s
-                whom = f"{direction} rank {peer}" if peer is not None else "with its peers"
+                ranks = self._transport.world_ranks
+                whom = f"{direction} rank {ranks[peer]}" if peer is not None else "with its peers"
                 raise CommunicationError(
-                    f"rank {self.rank}: {transfer.what} transfer {whom} failed after {waited_s:.1f} s "
+                    f"rank {ranks[self.rank]}: {transfer.what} transfer {whom} failed after {waited_s:.1f} s "
                     f"(bound {self._timeout.total_seconds():.0f} s): {first_line(error)}"
                 ) from error
-        transfer.works.clear()
+        transfer.pending.clear()
         transfer.buffers.clear()
 
 

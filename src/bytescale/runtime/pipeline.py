@@ -5,9 +5,11 @@ receives a hidden state into a leaf that requires grad, runs, sends the detached
 gradient of that output, calls `torch.autograd.backward`, and sends the gradient of the leaf. Shapes come from the plan,
 none are exchanged.
 
-Invariants: a send is never waited on before the next operation; opposite transfers with one neighbour (an output and
-the gradient that comes back next, or a gradient and the next input) are posted as one exchange. Memory in flight is
-bounded by the warm-up depth: pp_size - stage micro-batches, and what the longest unit of chunks adds.
+Invariants: each direction has a communicator of its own, on which a stage posts single messages in the order of its
+operations: receive, then send; so no message waits behind one of the other direction. What the next operation needs
+from the other direction is received while this one computes. A send is never waited on before the next operation.
+Memory in flight is bounded by the warm-up depth: pp_size - stage micro-batches, and what the longest unit of chunks
+adds; buffers of sends live one operation longer.
 
 Shapes: T rows of a micro-batch, E hidden size.
 """
@@ -15,7 +17,7 @@ Shapes: T rows of a micro-batch, E hidden size.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,9 +25,13 @@ import torch
 from bytescale.plan.order import BACKWARD, FORWARD
 from bytescale.runtime.attention.ring import AttentionContext
 from bytescale.runtime.model.decoder import LossModel
-from bytescale.runtime.p2p import Message, PeerToPeer, Transfer
+from bytescale.runtime.p2p import Transfer
+from bytescale.runtime.transport import Message
+from bytescale.runtime.world import World
 
 Tensor = torch.Tensor
+Operation = tuple[int, int]
+"""(micro_batch, FORWARD | BACKWARD)."""
 
 
 @dataclass(frozen=True)
@@ -38,177 +44,145 @@ class StageInput:
     context: AttentionContext
     around_forward: AbstractContextManager[None] = field(default_factory=nullcontext)
 
-
-@dataclass(frozen=True)
-class StagePosition:
-    """Where a stage stands in its pipeline.
-
-    Attributes:
-        stage, pp_size: position and number of stages.
-        previous, following: ranks of the neighbours in the group of `pipe`; unused at the ends.
-        pipe: P2P between stages; None without a pipeline.
-        hidden_size, dtype: of the hidden states that travel.
-    """
-
-    stage: int
-    pp_size: int
-    previous: int
-    following: int
-    pipe: PeerToPeer | None
-    hidden_size: int
-    dtype: torch.dtype
-
     @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.pp_size - 1
-
-
-Lap = Callable[[int, int], None]
-"""Called after each operation with (micro_batch, FORWARD | BACKWARD)."""
+    def num_tokens(self) -> int:
+        return self.context.work.num_tokens
 
 
 def run_stage(
     model: LossModel,
     micro_batches: Sequence[StageInput],
-    position: StagePosition,
-    order: Sequence[tuple[int, int]],
-    on_operation: Lap,
+    world: World,
+    order: Sequence[Operation],
+    on_operation: Callable[[int, int], None],
 ) -> Tensor:
     """Forward and backward of all micro-batches of this pipeline on this stage.
 
     Args:
         model: this stage.
         micro_batches: of this pipeline.
-        position: where the stage stands.
+        world: where the stage stands.
         order: operations of this stage, from `bytescale.plan.order.rank_order`.
-        on_operation: called after each.
+        on_operation: called after each with (micro_batch, FORWARD | BACKWARD).
 
     Returns:
         The summed loss of the targets on the last stage, 0 elsewhere; an fp64 scalar.
     """
-    return _Stage(model, micro_batches, position).run(order, on_operation)
+    stage = _Stage(model, micro_batches, world)
+    # A micro-batch without tokens on this rank has nothing to compute and nothing to send, on every stage.
+    busy = [operation for operation in order if micro_batches[operation[0]].num_tokens]
+    following = dict(pairwise(busy))
+    for number, direction in order:
+        if micro_batches[number].num_tokens:
+            then = following.get((number, direction))
+            if direction == FORWARD:
+                stage.forward(number, then)
+            else:
+                stage.backward(number, then)
+        for link in (world.comm, *world.pipe):
+            link.next_operation()
+        on_operation(number, direction)
+    for link in world.pipe:
+        link.drain()
+    return stage.loss_sum
 
 
 class _Stage:
     """The micro-batches in flight on one stage during one step."""
 
-    def __init__(self, model: LossModel, micro_batches: Sequence[StageInput], position: StagePosition) -> None:
-        self.model, self.micro_batches, self.position = model, micro_batches, position
-        self.inbox: dict[tuple[int, int], tuple[Transfer, Tensor]] = {}
+    def __init__(self, model: LossModel, micro_batches: Sequence[StageInput], world: World) -> None:
+        self.model, self.micro_batches, self.world = model, micro_batches, world
+        self.inbox: dict[Operation, tuple[Transfer, Tensor]] = {}
         self.in_flight: dict[int, tuple[Tensor, Tensor]] = {}
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+        self.most_in_flight = 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
 
-    def run(self, order: Sequence[tuple[int, int]], on_operation: Lap) -> Tensor:
-        for (number, direction), then in zip_longest(order, order[1:]):
-            # A micro-batch without tokens on this rank has nothing to compute and nothing to send, on every stage.
-            if self.micro_batches[number].context.work.num_tokens:
-                if direction == FORWARD:
-                    self._forward(number, then)
-                else:
-                    self._backward(number, then)
-            on_operation(number, direction)
-        if self.position.pipe is not None:
-            self.position.pipe.drain()
-        return self.loss_sum
-
-    def _forward(self, number: int, then: tuple[int, int] | None) -> None:
+    def forward(self, number: int, then: Operation | None) -> None:
+        """Run the forward of micro-batch `number`; `then` is the operation after it."""
         batch = self.micro_batches[number]
-        if self.position.is_first:
-            source = batch.input_ids_T
-        else:
-            source = self._take(number, FORWARD).requires_grad_()
+        source = batch.input_ids_T if self.world.is_first else self._take((number, FORWARD)).requires_grad_()
+        self._expect(then, FORWARD)
         with batch.around_forward:
             output = self.model(source, batch.labels_T, batch.position_ids_T, batch.context)
         self.in_flight[number] = source, output
-        if self.position.is_last:
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        if self.world.is_last:
             self.loss_sum += output.detach()
-            return
-        expected = then if then is not None and then[1] == BACKWARD else None
-        self._send(number, FORWARD, output.detach()[0], expected)
-
-    def _backward(self, number: int, then: tuple[int, int] | None) -> None:
-        source, output = self.in_flight.pop(number)
-        if self.position.is_last:
-            output.backward()
         else:
-            torch.autograd.backward(output, self._take(number, BACKWARD)[None])
-        if self.position.is_first:
-            return
-        assert source.grad is not None
-        expected = then if then is not None and then[1] == FORWARD else None
-        self._send(number, BACKWARD, source.grad, expected)
+            self._send((number, FORWARD), output.detach()[0])
 
-    def _send(self, number: int, direction: int, tensor: Tensor, expected: tuple[int, int] | None) -> None:
-        """Send to the neighbour in `direction`; receive in the same exchange what the next operation needs from it."""
-        receives = []
-        if expected is not None and self.micro_batches[expected[0]].context.work.num_tokens:
-            receives = [expected]
-        self._post([(number, direction, tensor)], receives)
+    def backward(self, number: int, then: Operation | None) -> None:
+        """Run the backward of micro-batch `number`; `then` is the operation after it."""
+        source, output = self.in_flight.pop(number)
+        gradient = None if self.world.is_last else self._take((number, BACKWARD))[None]
+        self._expect(then, BACKWARD)
+        torch.autograd.backward(output, gradient)
+        if not self.world.is_first:
+            assert source.grad is not None
+            self._send((number, BACKWARD), source.grad)
 
-    def _take(self, number: int, direction: int) -> Tensor:
+    def _take(self, operation: Operation) -> Tensor:
         """The input of an operation: a hidden state for a forward, a gradient for a backward."""
-        if (number, direction) not in self.inbox:
-            self._post([], [(number, direction)])
-        transfer, buffer = self.inbox.pop((number, direction))
-        self._pipe.wait(transfer)
-        return buffer
+        if operation not in self.inbox:
+            self._receive(operation)
+        transfer, buffer_TE = self.inbox.pop(operation)
+        self.world.pipe[operation[1]].wait(transfer)
+        return buffer_TE
 
-    @property
-    def _pipe(self) -> PeerToPeer:
-        assert self.position.pipe is not None
-        return self.position.pipe
+    def _expect(self, then: Operation | None, direction: int) -> None:
+        """Receive what the next operation needs while this one computes, if it comes from the other direction.
 
-    def _post(self, sends: Sequence[tuple[int, int, Tensor]], receives: Sequence[tuple[int, int]]) -> None:
-        outgoing = [
-            Message(self._neighbour(direction, sending=True), tensor.contiguous(), _tag(number, direction))
-            for number, direction, tensor in sends
-        ]
-        incoming = []
-        for number, direction in receives:
-            num_tokens = self.micro_batches[number].context.work.num_tokens
-            buffer = torch.empty(
-                (num_tokens, self.position.hidden_size), dtype=self.position.dtype, device=self.loss_sum.device
+        From the same direction it must stay behind this operation's own output on their common communicator.
+        """
+        if then is None or then[1] == direction:
+            return
+        comes_from_here = self.world.is_first if then[1] == FORWARD else self.world.is_last
+        if not comes_from_here:
+            self._receive(then)
+
+    def _receive(self, operation: Operation) -> None:
+        number, direction = operation
+        shape = (self.micro_batches[number].num_tokens, self.model.decoder.config.hidden_size)
+        buffer_TE = torch.empty(shape, dtype=self.model.compute_dtype, device=self.world.device)
+        message = Message(self.world.pipe_source(direction), buffer_TE, number)
+        self.inbox[operation] = self.world.pipe[direction].post("pipeline", [], [message]), buffer_TE
+
+    def _send(self, operation: Operation, tensor_TE: Tensor) -> None:
+        number, direction = operation
+        expected = (self.micro_batches[number].num_tokens, self.model.decoder.config.hidden_size)
+        if tensor_TE.shape != expected or tensor_TE.dtype != self.model.compute_dtype:
+            raise ValueError(
+                f"stage {self.world.stage} made hidden states of shape {tuple(tensor_TE.shape)} and type "
+                f"{tensor_TE.dtype}; its neighbour expects {expected} and {self.model.compute_dtype}"
             )
-            incoming.append(Message(self._neighbour(direction, sending=False), buffer, _tag(number, direction)))
-        transfer = self._pipe.post("pipeline", outgoing, incoming)
-        for key, message in zip(receives, incoming, strict=True):
-            self.inbox[key] = transfer, message.tensor
-
-    def _neighbour(self, direction: int, *, sending: bool) -> int:
-        forwards = (direction == FORWARD) == sending
-        return self.position.following if forwards else self.position.previous
+        pipe = self.world.pipe[direction]
+        # Older ones have arrived: the neighbour has answered them, or could not be where it is.
+        pipe.drain(keep=self.most_in_flight + 1)
+        pipe.post("pipeline", [Message(self.world.pipe_target(direction), tensor_TE.contiguous(), number)], [])
 
 
-def add_tied_gradients(model: LossModel, position: StagePosition, other_end: int) -> None:
+def add_tied_gradients(model: LossModel, world: World) -> None:
     """Add up the gradients of an embedding and a head that share their weight but sit on different stages.
 
-    Each end keeps its own copy, so both need the sum. Only the first and the last stage take part, shard by shard.
+    Each end keeps its own copy, so both need the sum. Only the first and the last stage take part, shard by shard: the
+    last is before the first as the pipeline's groups count, around the world.
 
     Args:
         model: this stage, gradients reduced.
-        position: where it stands.
-        other_end: rank of the other end in the group of `position.pipe`.
+        world: where it stands.
     """
-    pipe = position.pipe
-    if pipe is None or not (position.is_first or position.is_last) or position.pp_size == 1:
+    if world.pp_size == 1 or not (world.is_first or world.is_last):
         return
     gradient: Any = model.end_weight().grad
     own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     received = torch.empty_like(own)
-    pipe.wait(
-        pipe.post("tied gradient", [Message(other_end, own.clone(), _TIED)], [Message(other_end, received, _TIED)])
-    )
+    there, back = (FORWARD, BACKWARD) if world.is_last else (BACKWARD, FORWARD)
+    world.pipe[there].post("tied gradient", [Message(world.pipe_target(there), own.clone(), _TIED)], [])
+    incoming = [Message(world.pipe_source(back), received, _TIED)]
+    world.pipe[back].wait(world.pipe[back].post("tied gradient", [], incoming))
     own += received
-    pipe.drain()
+    world.pipe[there].drain()
 
 
 _TIED = 1 << 30
 """Tag of the tied gradient, beyond that of any micro-batch."""
-
-
-def _tag(number: int, direction: int) -> int:
-    return 2 * number + direction

@@ -1,14 +1,15 @@
 """The ranks of a run: device, process groups, identity. Opened once, closed at the end.
 
 Without a pipeline two groups over the same ranks exist: the default one for FSDP2 and the step's numbers, one for
-attention's P2P. With a pipeline each stage has its own two, and the default group carries the pipeline's P2P; the
-step's numbers pass over it between the phases. A single process is a world of one rank and runs the same code.
-Environment variables are those that torchrun sets, nothing else.
+attention's P2P. With a pipeline each stage has its own two, and two over all ranks carry its P2P, one a direction.
+Numbers and objects always travel between CPUs, over gloo: on CUDA the default group has both back-ends, the others NCCL
+alone. A single process is a world of one rank and runs the same code. Environment variables are those that torchrun
+sets, nothing else.
 """
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from bytescale.errors import CommunicationError
+from bytescale.plan.order import FORWARD
 from bytescale.runtime.p2p import PeerToPeer, collective, first_line
-from bytescale.runtime.pipeline import StagePosition
+from bytescale.runtime.transport import Transport, transport_of
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class World:
         hdp_rank, hdp_size: position among and number of the ranks of this stage (with a pipeline: of pipelines).
         stage, pp_size: position in and length of the pipeline.
         device: where this rank computes.
-        everyone: collectives of all ranks: the step's numbers.
+        everyone: collectives of all ranks on CPU tensors: the step's numbers.
         group: FSDP2's collectives, over the ranks of this stage.
         comm: attention's P2P, over the ranks of this stage.
-        pipe: the pipeline's P2P, over all ranks; None without a pipeline.
+        pipe: the pipeline's P2P over all ranks, one for each of FORWARD and BACKWARD; empty without a pipeline.
     """
 
     rank: int
@@ -47,31 +49,32 @@ class World:
     everyone: dist.ProcessGroup
     group: dist.ProcessGroup
     comm: PeerToPeer
-    pipe: PeerToPeer | None = None
+    pipe: tuple[PeerToPeer, ...] = ()
 
     @property
-    def other_end(self) -> int:
-        """World rank of the last stage of this pipeline on the first stage, and the other way round."""
-        return self.hdp_rank + (0 if self.stage else (self.pp_size - 1) * self.hdp_size)
+    def is_first(self) -> bool:
+        """Whether this is the first stage."""
+        return self.stage == 0
 
-    def position(self, hidden_size: int, dtype: torch.dtype) -> StagePosition:
-        """This rank in its pipeline, for hidden states of that size and type."""
-        return StagePosition(
-            stage=self.stage,
-            pp_size=self.pp_size,
-            previous=self.rank - self.hdp_size,
-            following=self.rank + self.hdp_size,
-            pipe=self.pipe,
-            hidden_size=hidden_size,
-            dtype=dtype,
-        )
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.stage == self.pp_size - 1
+
+    def pipe_target(self, direction: int) -> int:
+        """World rank that this one sends to on `pipe[direction]`; the stages of a pipeline stand in a circle."""
+        return (self.rank + (self.hdp_size if direction == FORWARD else -self.hdp_size)) % self.size
+
+    def pipe_source(self, direction: int) -> int:
+        """World rank that this one receives from on `pipe[direction]`."""
+        return (self.rank - (self.hdp_size if direction == FORWARD else -self.hdp_size)) % self.size
 
     def all_gather_numbers(self, values: list[float]) -> torch.Tensor:
         """The lists of all ranks as an fp64 matrix [size, len(values)] on the CPU; a collective."""
-        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        own = torch.tensor(values, dtype=torch.float64)
         everyone = own.new_empty(self.size * len(values))
         dist.all_gather_single(everyone, own, group=self.everyone)
-        return everyone.view(self.size, len(values)).cpu()
+        return everyone.view(self.size, len(values))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The values of all ranks, on rank 0; an empty list elsewhere. A collective, for small host objects."""
@@ -106,7 +109,7 @@ def open_world(comm_timeout_s: float, pp_size: int = 1) -> Iterator[World]:
     timeout = timedelta(seconds=comm_timeout_s)
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=None if launched else dist.HashStore(),
             rank=rank,
             world_size=size,
@@ -130,13 +133,15 @@ def join_groups(rank: int, size: int, pp_size: int, device: torch.device, timeou
     hdp_size = size // pp_size
     stage, hdp_rank = divmod(rank, hdp_size)
     timeout = timedelta(seconds=timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     group, attention = everyone, None
     for number in range(pp_size):
         members = list(range(number * hdp_size, (number + 1) * hdp_size))
-        sharding = dist.new_group(members, timeout=timeout) if pp_size > 1 else everyone
-        peers = dist.new_group(members, timeout=timeout) if hdp_size > 1 else None
+        sharding = dist.new_group(members, timeout=timeout, backend=backend) if pp_size > 1 else everyone
+        peers = dist.new_group(members, timeout=timeout, backend=backend) if hdp_size > 1 else None
         if number == stage:
             group, attention = sharding, peers
+    pipes = [dist.new_group(timeout=timeout, backend=backend) for _ in range(2 if pp_size > 1 else 0)]
     return World(
         rank=rank,
         size=size,
@@ -148,5 +153,19 @@ def join_groups(rank: int, size: int, pp_size: int, device: torch.device, timeou
         everyone=everyone,
         group=group,
         comm=PeerToPeer(attention, timeout_s, device),
-        pipe=PeerToPeer(everyone, timeout_s, device) if pp_size > 1 else None,
+        pipe=open_pipe([transport_of(pipe, device) for pipe in pipes], hdp_size, timeout_s, device),
+    )
+
+
+def open_pipe(
+    transports: Sequence[Transport], hdp_size: int, timeout_s: float, device: torch.device
+) -> tuple[PeerToPeer, ...]:
+    """The P2P of a pipeline: FORWARD over the first of two groups of all ranks, BACKWARD over the second; a collective.
+
+    World ranks of a pipeline's stages are `hdp_size` apart. Around the world the last stage comes before the first, so
+    one offset a direction connects neighbours and, for tied weights, both ends.
+    """
+    return tuple(
+        PeerToPeer(None, timeout_s, device, offsets=[offset], transport=transport)
+        for transport, offset in zip(transports, (hdp_size, -hdp_size), strict=False)
     )

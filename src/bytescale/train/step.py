@@ -85,9 +85,8 @@ def run_step(
     Raises:
         CommunicationError: a peer is gone, late, or has another plan.
     """
-    for link in (world.comm, world.pipe):
-        if link is not None:
-            link.reset_counters()
+    for link in (world.comm, *world.pipe):
+        link.reset_counters()
     timeline = _Timeline(world)
     with collective(world.rank, f"step {data.step}: gathering the parameters"):
         check_same_plan(world, data)
@@ -98,9 +97,8 @@ def run_step(
     begin_s = time.perf_counter()
     kept = KeptKv() if data.plan.layout == "chunks" else None
     inputs = _stage_inputs(kernel, world, data, offloader, kept)
-    position = world.position(model.decoder.config.hidden_size, model.compute_dtype)
     order = rank_order(data.plan, world.hdp_rank, world.stage)
-    loss_sum = run_stage(model, inputs, position, order, timeline.operation)
+    loss_sum = run_stage(model, inputs, world, order, timeline.operation)
     assert not kept, "every chunk lets go of its keys and values in its own backward"
     compute_s = time.perf_counter() - begin_s
     world.comm.drain()
@@ -109,9 +107,9 @@ def run_step(
     with collective(world.rank, f"step {data.step}: reducing the gradients"):
         reduce(model, AttentionContext(local_work([1]), kernel, world.comm), data.batch.total_targets)
         if model.is_tied:
-            add_tied_gradients(model, position, world.other_end)
+            add_tied_gradients(model, world)
     timeline.lap("reduce", "reduce")
-    attention_waits, pipeline_waits = world.comm.waits(), world.pipe.waits() if world.pipe is not None else []
+    attention_waits, pipeline_waits = world.comm.waits(), [wait for link in world.pipe for wait in link.waits()]
     pipeline_wait_s = sum(wait.duration_s for wait in pipeline_waits)
     wait_s = pipeline_wait_s + sum(wait.duration_s for wait in attention_waits)
     waits = [
@@ -185,8 +183,8 @@ def check_same_plan(world: World, data: StepData) -> None:
         CommunicationError: names a rank with another plan. Running on would hang or mix up sequences.
     """
     digest = plan_digest(data.plan)
-    digests = torch.empty(world.size, dtype=torch.int64, device=world.device)
-    own = torch.tensor([digest], dtype=torch.int64, device=world.device)
+    digests = torch.empty(world.size, dtype=torch.int64)
+    own = torch.tensor([digest], dtype=torch.int64)
     dist.all_gather_single(digests, own, group=world.everyone)
     for rank, other in enumerate(digests.tolist()):
         if other != digests[0]:

@@ -29,7 +29,8 @@ import torch
 from bytescale.runtime.attention.kept_kv import KeptKv
 from bytescale.runtime.attention.kernels import AttentionKernel
 from bytescale.runtime.attention.work import AttentionWork, Block, Parcel, RingStep
-from bytescale.runtime.p2p import Message, PeerToPeer, Transfer
+from bytescale.runtime.p2p import PeerToPeer, Transfer
+from bytescale.runtime.transport import Message
 
 Tensor = torch.Tensor
 
