@@ -2,13 +2,14 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
 from bytescale.errors import RunError, UserError
 from bytescale.train.metrics import MetricsFile
-from bytescale.train.run_dir import check_run_dir, check_unused, open_run_dir, replace_directory, writing
+from bytescale.train.run_dir import check_run_dir, open_run_dir, writing
 
 
 @pytest.mark.parametrize("name", ["config.toml", "processes.json", "metrics.jsonl", "trace.json", "report.html"])
@@ -20,15 +21,16 @@ def test_a_directory_in_the_place_of_a_file(tmp_path: Path, name: str) -> None:
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    check_run_dir(tmp_path, save_model=True)
+    check_run_dir(tmp_path, save_model=True, overwrite=True)
     model.mkdir()
-    check_run_dir(tmp_path, save_model=True)
+    check_run_dir(tmp_path, save_model=True, overwrite=True)
     (model / "notes.txt").write_text("precious")
     with pytest.raises(UserError, match="holds model, which is not a checkpoint"):
         check_run_dir(tmp_path, save_model=True)
-    check_run_dir(tmp_path, save_model=False)
+    with pytest.raises(UserError, match="holds model, which is not a checkpoint"):
+        check_run_dir(tmp_path, save_model=False, overwrite=True)
     (model / "config.json").write_text("{}")
-    check_run_dir(tmp_path, save_model=True)
+    check_run_dir(tmp_path, save_model=True, overwrite=True)
     for place in ("file", "dangling"):
         directory = tmp_path / place
         directory.mkdir()
@@ -47,34 +49,50 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     with open_run_dir(tmp_path):
         with pytest.raises(UserError, match="is in use by another run"):
-            check_unused(tmp_path)
+            check_run_dir(tmp_path, save_model=True)
         with pytest.raises(UserError, match="is in use by another run"), open_run_dir(tmp_path):
             pass
-    check_unused(tmp_path)
+    check_run_dir(tmp_path, save_model=True)
     with open_run_dir(tmp_path):
         pass
 
 
-def test_results_of_an_earlier_run_go_and_its_model_stays(tmp_path: Path) -> None:
-    for name in ("trace.json", "summary.json", "report.html", "notes.txt", ".trace.json.x1"):
+def used(run_dir: Path) -> None:
+    """A directory as a finished run leaves it."""
+    for name in ("config.toml", "processes.json", "metrics.jsonl", "trace.json", "summary.json", "report.html"):
+        (run_dir / name).write_text(f"old {name}")
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trace.json", "summary.json", "report.html", "model"])
+def test_a_used_directory_is_refused_or_overwritten_whole(tmp_path: Path, name: str) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    used(run_dir)
+    for path in run_dir.iterdir():
+        if path.name not in ("config.toml", "processes.json", name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (run_dir / "notes.txt").touch()
+    left = sorted(path.name for path in run_dir.iterdir())
+    words = rf"holds the results of an earlier run \({name}\); choose another run\.dir, or set run\.overwrite = true"
+    with pytest.raises(UserError, match=words):
+        check_run_dir(run_dir, save_model=True)
+    with pytest.raises(UserError, match=words), open_run_dir(run_dir):
+        pass
+    assert sorted(path.name for path in run_dir.iterdir()) == left
+    check_run_dir(run_dir, save_model=True, overwrite=True)
+    assert sorted(path.name for path in run_dir.iterdir()) == left
+    with open_run_dir(run_dir, overwrite=True):
+        assert [path.name for path in run_dir.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_that_never_came_to_a_step_left_nothing_worth_keeping(tmp_path: Path) -> None:
+    for name in ("config.toml", "processes.json", "metrics.jsonl", ".trace.json.x1"):
         (tmp_path / name).touch()
-    for name in ("model", ".model.abc"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").touch()
+    check_run_dir(tmp_path, save_model=True)
     with open_run_dir(tmp_path):
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes.txt"]
-
-
-def test_a_model_is_replaced_whole(tmp_path: Path) -> None:
-    for name in ("model", "new", "newer"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(name)
-    replace_directory(tmp_path / "new", tmp_path / "model")
-    assert (tmp_path / "model" / "config.json").read_text() == "new"
-    (tmp_path / "model" / "config.json").rename(tmp_path / "model" / "notes.txt")
-    with pytest.raises(RunError, match="is not a checkpoint and is not replaced"):
-        replace_directory(tmp_path / "newer", tmp_path / "model")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "newer"]
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

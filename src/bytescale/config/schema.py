@@ -265,6 +265,10 @@ class RunConfig:
     dir: str = _path("runs/default")
     """run directory"""
 
+    overwrite: bool = False
+    """replace the results of an earlier run in `run.dir`, all of them, its model included; otherwise a directory that
+    holds some is refused"""
+
     save_model: bool = True
     """write the trained model to `model/` in the run directory"""
 

@@ -6,7 +6,6 @@ only once the new one is whole.
 
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from bytescale.errors import RunError
 from bytescale.runtime.fsdp import TORCH_DTYPES, full_state
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.world import World
+from bytescale.train.model_dir import replacing
 from bytescale.train.prepare import Prepared
-from bytescale.train.run_dir import replace_directory, writing
+from bytescale.train.run_dir import writing
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
@@ -57,23 +57,14 @@ def with_whole_names(state: dict[str, torch.Tensor], layers: range) -> dict[str,
 
 
 def _write(decoder: Any, state: dict[str, torch.Tensor], target: Path, config: Config) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
-        decoder.save_pretrained(temporary, state_dict=state)
-        for source in _tokenizer_files(config):
-            if not (temporary / source.name).exists():
-                shutil.copyfile(source, temporary / source.name)
-        temporary.chmod(0o755)
-        for file in temporary.iterdir():
-            file.chmod(0o644)
-        replace_directory(temporary, target)
+        with replacing(target) as directory:
+            decoder.save_pretrained(directory, state_dict=state)
+            for source in _tokenizer_files(config):
+                if not (directory / source.name).exists():
+                    shutil.copyfile(source, directory / source.name)
     except SafetensorError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(f"cannot write {target}: {error}") from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _tokenizer_files(config: Config) -> list[Path]:

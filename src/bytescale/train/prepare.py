@@ -85,7 +85,7 @@ def prepare(config: Config, world_size: int) -> Prepared:
     _check_fits(config, dataset, -(-shape.num_layers // pp_size), hdp_size)
     # Finds what only the strategy knows, such as a context that no divisor of the ranks holds.
     _check_layout(prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]]))
-    check_run_dir(Path(config.run.dir), save_model=config.run.save_model)
+    check_run_dir(Path(config.run.dir), save_model=config.run.save_model, overwrite=config.run.overwrite)
     check_offloading(config)
     return prepared
 

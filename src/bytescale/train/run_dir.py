@@ -1,8 +1,9 @@
 """The run directory: what a run writes there, who may write, and what a failed write looks like.
 
-One run at a time: rank 0 holds a kernel lock on the directory, which falls free when its process dies, however it
-dies. Files are whole or absent, and nothing of ours replaces what is not ours: a place that is taken by something else
-is refused before the first step.
+A directory tells the story of one run: one that holds results is refused unless `run.overwrite` says that they may go,
+and then all of them go before the first step, the model included. One run at a time: rank 0 holds a kernel lock on the
+directory, which falls free when its process dies, however it dies. Files are whole or absent, and nothing of ours
+replaces what is not ours: a place that is taken by something else is refused before the first step.
 """
 
 import fcntl
@@ -15,25 +16,30 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bytescale.errors import RunError, UserError
+from bytescale.train.model_dir import is_interrupted, may_replace, recover
 
 MODEL = "model"
-_BEGIN = ("config.toml", "processes.json", "metrics.jsonl")
+METRICS = "metrics.jsonl"
+_BEGIN = ("config.toml", "processes.json", METRICS)
 _END = ("trace.json", "summary.json", "report.html")
 _LOCK_PATIENCE_S = 2.0
 
 
-def check_run_dir(run_dir: Path, *, save_model: bool) -> None:
-    """Make `run_dir` and see that everything in it can be written.
+def check_run_dir(run_dir: Path, *, save_model: bool, overwrite: bool = False) -> None:
+    """Make `run_dir` and see that a run may write there, and can write all that it will.
+
+    A model whose replacement was interrupted is put right on the way.
 
     Raises:
-        UserError: it cannot be made or written, or holds something else where the run would write.
+        UserError: it cannot be made or written, another run is writing there, it holds results and `overwrite` is
+            False, or it holds something else where the run would write.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
             pass
         taken = [name for name in (*_BEGIN, *_END) if (run_dir / name).is_dir()]
-        if save_model and not _may_replace(run_dir / MODEL):
+        if (save_model or overwrite) and not may_replace(run_dir / MODEL):
             taken.append(MODEL)
     except OSError as error:
         raise UserError(f"run.dir = {run_dir} cannot be written: {error.strerror}") from None
@@ -43,33 +49,47 @@ def check_run_dir(run_dir: Path, *, save_model: bool) -> None:
             f"run.dir = {run_dir} holds {taken[0]}, which is {kind} and would have to be replaced; move it away or "
             "choose another run.dir"
         )
+    interrupted = is_interrupted(run_dir / MODEL)
+    with _locked(run_dir, fcntl.LOCK_EX if interrupted else fcntl.LOCK_SH):
+        if interrupted:
+            with writing(run_dir):
+                recover(run_dir / MODEL)
+        _check_results(run_dir, overwrite)
 
 
-def check_unused(run_dir: Path) -> None:
-    """Whether no run is writing to `run_dir`, which exists.
+def _check_results(run_dir: Path, overwrite: bool) -> None:
+    if not overwrite and (found := results(run_dir)):
+        raise UserError(
+            f"run.dir = {run_dir} holds the results of an earlier run ({', '.join(found)}); choose another run.dir, or "
+            "set run.overwrite = true to replace all of them"
+        )
 
-    Raises:
-        UserError: one is.
-    """
-    with _locked(run_dir, fcntl.LOCK_SH):
-        pass
+
+def results(run_dir: Path) -> list[str]:
+    """What of `run_dir` is worth keeping: files of a run that came to its first step."""
+    metrics = run_dir / METRICS
+    found = [METRICS] if metrics.is_file() and metrics.stat().st_size else []
+    return found + [name for name in (MODEL, *_END) if (run_dir / name).exists()]
 
 
 @contextmanager
-def open_run_dir(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir` for one run, on its rank 0, and clear it of what would not belong to this run.
-
-    Results of an earlier run go, and what a killed one left behind; its model stays until this run's is whole.
+def open_run_dir(run_dir: Path, *, overwrite: bool = False) -> Iterator[None]:
+    """Hold `run_dir` for one run, on its rank 0, and clear it of all that an earlier run left there.
 
     Raises:
-        UserError: another run holds it.
+        UserError: another run holds it, or left results there while this one waited and `overwrite` is False.
     """
     with _locked(run_dir, fcntl.LOCK_EX):
         with writing(run_dir):
-            for name in _END:
+            recover(run_dir / MODEL)
+            _check_results(run_dir, overwrite)
+            # The model goes last: as long as anything of the earlier run is left, the directory counts as used.
+            for name in (*_BEGIN, *_END):
                 (run_dir / name).unlink(missing_ok=True)
             for leftover in (path for name in (*_BEGIN, *_END, MODEL) for path in run_dir.glob(f".{name}.*")):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            if may_replace(run_dir / MODEL) and (run_dir / MODEL).exists():
+                shutil.rmtree(run_dir / MODEL)
         yield
 
 
@@ -84,26 +104,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def replace_directory(new: Path, target: Path) -> None:
-    """Put the directory `new` in the place of `target`, which is only removed once it is out of the way."""
-    if not target.exists():
-        new.rename(target)
-        return
-    if not _may_replace(target):
-        raise RunError(f"{target} is not a checkpoint and is not replaced; the model is left in {new}")
-    old = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    target.rename(old)
-    new.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _may_replace(model: Path) -> bool:
-    """Whether `model` is absent, an empty directory or a checkpoint."""
-    if not model.is_dir() or model.is_symlink():
-        return not os.path.lexists(model)
-    return (model / "config.json").is_file() or not any(model.iterdir())
 
 
 @contextmanager

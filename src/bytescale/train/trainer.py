@@ -36,7 +36,7 @@ from bytescale.train.offload import open_offloader, why_nothing_moved
 from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.prepare import Prepared, prepare, static_bytes
-from bytescale.train.run_dir import check_unused, open_run_dir, writing
+from bytescale.train.run_dir import open_run_dir, writing
 from bytescale.train.step import run_step
 from bytescale.train.summary import RunTotals
 from bytescale.train.timeline import group_by_pipeline, shift_to_zero, to_wall_clock
@@ -52,7 +52,6 @@ def check(config: Config, world_size: int) -> None:
         UserError: the run cannot work; one line.
     """
     prepare(config, world_size)
-    check_unused(Path(config.run.dir))
 
 
 def run(config: Config) -> None:
@@ -132,7 +131,7 @@ class _Run:
             identities = self.world.gather_objects(process_identity(self.world.rank))
         with ExitStack() as stack:
             if self.leads:
-                stack.enter_context(open_run_dir(self.run_dir))
+                stack.enter_context(open_run_dir(self.run_dir, overwrite=self.config.run.overwrite))
                 with writing(self.run_dir):
                     write_config(self.config, self.run_dir / "config.toml")
                     write_text_atomically(self.run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
