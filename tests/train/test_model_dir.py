@@ -1,4 +1,4 @@
-"""Replacing a model: killed at any system call, the old one or the new one is there, at the next start at the latest."""
+"""Replacing a model: killed at any system call, the old or the new one is there, at the next start at the latest."""
 
 import errno
 import os
