@@ -134,7 +134,8 @@ def test_timelines_never_overlap(place, gangs, singles, hdp_size) -> None:
 
 @given(degrees=st.lists(st.integers(1, 9), min_size=1, max_size=30), hdp_size=st.integers(9, 14))
 def test_stacked_gangs_have_one_number_on_all_ranks(degrees: list[int], hdp_size: int) -> None:
-    ranks, micro_batches, counts = stack_gangs(np.array(degrees), hdp_size)
+    placed = stack_gangs(np.array(degrees), hdp_size)
+    ranks, micro_batches, counts = placed.ranks, placed.micro_batches, placed.counts
     owner = np.repeat(np.arange(len(degrees)), degrees)
     for g in range(len(degrees)):
         assert len(set(micro_batches[owner == g].tolist())) == 1

@@ -133,7 +133,9 @@ def test_a_slower_rank_takes_longer() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
-    strategy=st.sampled_from(["static", "hdp-naive", "hdp-balance", "megatron-dynamic", "flexible-cp", "best"]),
+    strategy=st.sampled_from(
+        ["static", "hdp-naive", "hdp-balance", "megatron-hybrid", "megatron-dynamic", "flexible-cp", "best"]
+    ),
     pp_size=st.sampled_from([1, 1, 2, 3]),
     offload=st.sampled_from(["off", "auto"]),
     bare=st.booleans(),

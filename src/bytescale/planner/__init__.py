@@ -30,16 +30,22 @@ from bytescale.planner.strategies.fcp import plan_fcp
 from bytescale.planner.strategies.flexible_cp import plan_flexible
 from bytescale.planner.strategies.hdp_balance import plan_balance
 from bytescale.planner.strategies.hdp_naive import plan_naive
-from bytescale.planner.strategies.megatron_dynamic import plan_megatron
+from bytescale.planner.strategies.megatron_dynamic import plan_dynamic
+from bytescale.planner.strategies.megatron_hybrid import plan_hybrid
 from bytescale.planner.strategies.static import plan_static
 from bytescale.planner.strategy import Strategy
 
 PLAIN = (
     Strategy("static", "one cp_degree for all, packs in arrival order (Megatron-LM, MegaScale)", plan_static),
     Strategy(
+        "megatron-hybrid",
+        "powers of two by length, one sequence at a time, balanced by squares (Megatron-LM 0.19)",
+        plan_hybrid,
+    ),
+    Strategy(
         "megatron-dynamic",
-        "powers of two by length, balanced by squares (Megatron-LM hybrid context parallel)",
-        plan_megatron,
+        "powers of two that raise the largest work least, packed (Megatron-LM development branch)",
+        plan_dynamic,
     ),
     Strategy("hdp-naive", "fewest ranks per sequence, best-fit packs, no balance (ByteScale, Algorithm 1)", plan_naive),
     Strategy(

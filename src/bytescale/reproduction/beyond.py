@@ -29,6 +29,7 @@ from bytescale.simulator.overheads import StepOverheads
 STRATEGIES = (
     "static",
     "static-ulysses",
+    "megatron-hybrid",
     "megatron-dynamic",
     "flexible-cp",
     "fcp",

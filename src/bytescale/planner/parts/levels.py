@@ -14,6 +14,7 @@ such ranks: those of the gang before. Cost: O(gangs * (R + distinct counts)), nu
 import numpy as np
 
 from bytescale.arrays import FloatArray, IntArray
+from bytescale.planner.parts.rows import Placed
 
 
 def stack_gangs(
@@ -22,7 +23,7 @@ def stack_gangs(
     weight: FloatArray | None = None,
     num_chunks: IntArray | None = None,
     wait: FloatArray | None = None,
-) -> tuple[IntArray, IntArray, IntArray]:
+) -> Placed:
     """Place gangs widest first, ties longest first, on the least loaded ranks with equal counts.
 
     Args:
@@ -33,7 +34,7 @@ def stack_gangs(
         wait: what each gang adds to the load of its ranks where it is the largest of theirs; None adds nothing.
 
     Returns:
-        Rank and first micro-batch of every piece, grouped by gang in the order given, and micro-batches of every rank.
+        Where each gang runs; of one that runs in chunks the first of its micro-batches.
     """
     counts = np.zeros(hdp_size, dtype=np.int64)
     busy, waiting = np.zeros(hdp_size), np.zeros(hdp_size)
@@ -59,4 +60,4 @@ def stack_gangs(
         counts[chosen] += chunks[g]
         waiting[chosen] = np.maximum(waiting[chosen], waits[g])
         busy[chosen] = top.min() - waiting[chosen] + times[g]
-    return ranks, micro_batches, counts
+    return Placed(ranks, micro_batches, counts)

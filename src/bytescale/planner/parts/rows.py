@@ -4,6 +4,7 @@ A strategy decides per sequence; this module writes one row per piece, vectorise
 consecutive cp_index in the order of the ranks given. Cost: O(pieces).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,53 @@ def spread(counts: IntArray) -> tuple[IntArray, IntArray]:
     item = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
     return item, np.arange(len(item)) - first[item]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where units run; a unit is a micro-batch on all its ranks.
+
+    Attributes:
+        ranks, micro_batches: rank and micro-batch of every member, grouped by unit. Shape [sum(degree)].
+        counts: micro-batches of every rank. Shape [hdp_size].
+    """
+
+    ranks: IntArray
+    micro_batches: IntArray
+    counts: IntArray
+
+
+def plan_of_units(
+    problem: Problem,
+    strategy: str,
+    *,
+    unit: IntArray,
+    degree: IntArray,
+    placed: Placed,
+    offload_ratio: Any = 0.0,
+) -> StepPlan:
+    """The plan in which sequences that share a unit share a micro-batch on all ranks of that unit.
+
+    Args:
+        problem: what was asked.
+        strategy: name that the plan carries.
+        unit: of each sequence. Shape [num_sequences].
+        degree: ranks of each unit.
+        placed: where the units run.
+        offload_ratio: per sequence or one for all.
+    """
+    first = np.cumsum(degree) - degree
+    item, index = spread(degree[unit])
+    member = first[unit][item] + index
+    return plan_of_groups(
+        problem,
+        strategy,
+        sequence=np.arange(problem.num_sequences),
+        degree=degree[unit],
+        ranks=placed.ranks[member],
+        micro_batches=placed.micro_batches[member],
+        offload_ratio=offload_ratio,
+    )
 
 
 def plan_of_groups(

@@ -19,7 +19,7 @@ from bytescale.planner.parts.degrees import micro_batch_s, ratio_at, sequence_ti
 from bytescale.planner.parts.levels import stack_gangs
 from bytescale.planner.parts.list_scheduling import fill_rooms
 from bytescale.planner.parts.micro_batches import first_fit_in_segments
-from bytescale.planner.parts.rows import plan_of_groups, spread
+from bytescale.planner.parts.rows import Placed, plan_of_groups, spread
 from bytescale.planner.problem import Problem
 
 
@@ -86,25 +86,20 @@ def stacked_plan(
         sequence=np.concatenate([gangs[parts.gang], singles]),
         degree=np.concatenate([degree[gangs][parts.gang], np.ones(len(singles), np.int64)]),
         ranks=np.concatenate([placed.ranks[row], chosen]),
-        micro_batches=np.concatenate([placed.numbers[row] + chunk_row + num_leading, numbers]),
+        micro_batches=np.concatenate([placed.micro_batches[row] + chunk_row + num_leading, numbers]),
         offload_ratio=np.concatenate([parts.ratio[parts.gang], np.full(len(singles), problem.fixed_ratio)]),
         **columns,
     )
 
 
 @dataclass(frozen=True)
-class _PlacedGangs:
-    """Where gangs sit and what they leave.
+class _PlacedGangs(Placed):
+    """Where gangs sit (of one in chunks its first micro-batch) and what they leave.
 
     Attributes:
-        ranks, numbers: rank and first micro-batch of every piece, grouped by gang.
-        counts: micro-batches of each rank so far.
         room_s: minus the time of each rank so far, waiting included.
     """
 
-    ranks: IntArray
-    numbers: IntArray
-    counts: IntArray
     room_s: FloatArray
 
 
@@ -115,14 +110,16 @@ def _place_gangs(
     num_wide = int((degree > 1).sum())
     wide_degree, wide_s, lone_s = degree[:num_wide], parts.gang_s[:num_wide], parts.gang_s[num_wide:]
     wait_s = shape.bubble * (problem.pp_size - 1) * parts.longest_s[:num_wide]
-    ranks, numbers, counts = stack_gangs(wide_degree, problem.hdp_size, wide_s, parts.num[:num_wide], wait_s)
-    busy_s = np.bincount(ranks, weights=np.repeat(wide_s, wide_degree), minlength=problem.hdp_size)
+    wide = stack_gangs(wide_degree, problem.hdp_size, wide_s, parts.num[:num_wide], wait_s)
+    busy_s = np.bincount(wide.ranks, weights=np.repeat(wide_s, wide_degree), minlength=problem.hdp_size)
     if waiting_s is None:
         waiting_s = np.zeros(problem.hdp_size)
-        np.maximum.at(waiting_s, ranks, np.repeat(wait_s, wide_degree))
+        np.maximum.at(waiting_s, wide.ranks, np.repeat(wait_s, wide_degree))
     lone_rank, room_s = fill_rooms(lone_s, -busy_s - waiting_s, problem.rank_speed)
-    lone_number, counts = _queue(lone_rank, lone_s, parts.num[num_wide:], counts)
-    return _PlacedGangs(np.append(ranks, lone_rank), np.append(numbers, lone_number), counts, room_s)
+    lone_number, counts = _queue(lone_rank, lone_s, parts.num[num_wide:], wide.counts)
+    return _PlacedGangs(
+        np.append(wide.ranks, lone_rank), np.append(wide.micro_batches, lone_number), counts, room_s=room_s
+    )
 
 
 def _place_packs(

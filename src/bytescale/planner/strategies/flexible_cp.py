@@ -20,7 +20,7 @@ from bytescale.arrays import FloatArray, IntArray
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import group_time_s
 from bytescale.planner.parts.levels import stack_gangs
-from bytescale.planner.parts.rows import plan_of_groups, spread
+from bytescale.planner.parts.rows import Placed, plan_of_units, spread
 from bytescale.planner.problem import Problem, too_long
 
 _FIT_TRIES = 4
@@ -79,20 +79,11 @@ def plan_flexible(problem: Problem) -> StepPlan:
     for wave in waves:
         _spend_spare_ranks(problem, wave, degree, time_s, by_group, begin)
     if problem.pp_size == 1:
-        ranks, micro_batches = _place_waves(waves, degree, time_s, hdp_size)
+        placed = _place_waves(waves, degree, time_s, hdp_size)
     else:
-        ranks, micro_batches, _ = stack_gangs(degree, hdp_size, time_s)
-    first = np.cumsum(degree) - degree
-    item, index = spread(degree[groups.group])
-    rows = first[groups.group][item] + index
-    return plan_of_groups(
-        problem,
-        "flexible-cp",
-        sequence=np.arange(len(problem.lengths)),
-        degree=degree[groups.group],
-        ranks=ranks[rows],
-        micro_batches=micro_batches[rows],
-        offload_ratio=problem.fixed_ratio,
+        placed = stack_gangs(degree, hdp_size, time_s)
+    return plan_of_units(
+        problem, "flexible-cp", unit=groups.group, degree=degree, placed=placed, offload_ratio=problem.fixed_ratio
     )
 
 
@@ -139,10 +130,8 @@ def _times_at_next(problem: Problem, lengths: IntArray, degree: int, num: int) -
     return times
 
 
-def _place_waves(
-    waves: list[IntArray], degree: IntArray, time_s: FloatArray, hdp_size: int
-) -> tuple[IntArray, IntArray]:
-    """Rank and micro-batch of every member, grouped by group number."""
+def _place_waves(waves: list[IntArray], degree: IntArray, time_s: FloatArray, hdp_size: int) -> Placed:
+    """Each group of a wave on the least loaded ranks."""
     first = np.cumsum(degree) - degree
     ranks = np.zeros(int(degree.sum()), dtype=np.int64)
     micro_batches = np.zeros_like(ranks)
@@ -156,4 +145,4 @@ def _place_waves(
         start = np.maximum.reduceat(load[members], np.cumsum(size) - size)
         load[members] = (start + time_s[wave])[unit]
         counts[members] += 1
-    return ranks, micro_batches
+    return Placed(ranks, micro_batches, counts)

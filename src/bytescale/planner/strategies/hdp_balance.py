@@ -98,10 +98,11 @@ def balance_units(
 
 def _pipelined(degree: IntArray, long_s: FloatArray, pack_s: FloatArray, problem: Problem) -> tuple[IntArray, IntArray]:
     """PP-Balance: stacked gangs, then packs longest first to the pipeline with most time left."""
-    ranks, micro_batches, counts = stack_gangs(degree, problem.hdp_size, long_s)
-    busy = np.bincount(ranks, weights=np.repeat(long_s, degree), minlength=problem.hdp_size).astype(np.float64)
+    gangs = stack_gangs(degree, problem.hdp_size, long_s)
+    busy = np.bincount(gangs.ranks, weights=np.repeat(long_s, degree), minlength=problem.hdp_size).astype(np.float64)
     chosen, _ = fill_rooms(pack_s, -busy, problem.rank_speed)
-    return np.concatenate([ranks, chosen]), np.concatenate([micro_batches, numbers_after(chosen, pack_s, counts)])
+    numbers = np.append(gangs.micro_batches, numbers_after(chosen, pack_s, gangs.counts))
+    return np.append(gangs.ranks, chosen), numbers
 
 
 def numbers_after(rank: IntArray, time_s: FloatArray, counts: IntArray) -> IntArray:

@@ -19,7 +19,7 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import paper_degrees
 from bytescale.planner.parts.levels import stack_gangs
 from bytescale.planner.parts.packing import best_fit, next_fit
-from bytescale.planner.parts.rows import plan_of_groups, spread
+from bytescale.planner.parts.rows import Placed, plan_of_units, spread
 from bytescale.planner.problem import Problem
 
 
@@ -34,27 +34,28 @@ def plan_naive(problem: Problem) -> StepPlan:
     pack = best_fit(problem.lengths[short_sequences], capacity)
     num_packs = int(pack.max(initial=-1)) + 1
     place = _round_robin if problem.pp_size == 1 else _rows
-    ranks, micro_batches, pack_rank, pack_micro_batch = place(problem, degree[long_sequences], num_packs)
-    return plan_of_groups(
+    degree_of_units = np.append(degree[long_sequences], np.ones(num_packs, np.int64))
+    unit = np.zeros(problem.num_sequences, np.int64)
+    unit[long_sequences] = np.arange(len(long_sequences))
+    unit[short_sequences] = len(long_sequences) + pack
+    return plan_of_units(
         problem,
         "hdp-naive",
-        sequence=np.concatenate([long_sequences, short_sequences]),
-        degree=np.concatenate([degree[long_sequences], np.ones(len(short_sequences), np.int64)]),
-        ranks=np.concatenate([ranks, pack_rank[pack]]),
-        micro_batches=np.concatenate([micro_batches, pack_micro_batch[pack]]),
-        offload_ratio=np.concatenate([ratio[long_sequences], ratio[short_sequences]]),
+        unit=unit,
+        degree=degree_of_units,
+        placed=place(problem, degree[long_sequences], num_packs),
+        offload_ratio=ratio,
     )
 
 
-def _round_robin(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _round_robin(problem: Problem, degree: IntArray, num_packs: int) -> Placed:
     """Slot t of the endless row of ranks is rank t mod R in its micro-batch t div R."""
-    num_slots = int(degree.sum())
-    slot = np.arange(num_slots + num_packs)
-    rank, micro_batch = slot % problem.hdp_size, slot // problem.hdp_size
-    return rank[:num_slots], micro_batch[:num_slots], rank[num_slots:], micro_batch[num_slots:]
+    slot = np.arange(int(degree.sum()) + num_packs)
+    ranks, micro_batches = slot % problem.hdp_size, slot // problem.hdp_size
+    return Placed(ranks, micro_batches, np.bincount(ranks, minlength=problem.hdp_size))
 
 
-def _rows(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _rows(problem: Problem, degree: IntArray, num_packs: int) -> Placed:
     """Next-fit rows of ranks: the row of a gang is its micro-batch number, packs fill the rows and follow them."""
     hdp_size = problem.hdp_size
     row = next_fit(degree, hdp_size)
@@ -66,18 +67,19 @@ def _rows(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray,
     row_begin = np.concatenate([[0], np.cumsum(used)[:-1]]) if len(used) else used
     ranks = before[item] - row_begin[row[item]] + index
     hole_row, hole = spread(hdp_size - used)
-    hole_rank = used[hole_row] + hole
     rest = np.arange(num_packs - len(hole_row))
-    pack_rank = np.concatenate([hole_rank, rest % hdp_size])
-    return ranks, row[item], pack_rank, np.concatenate([hole_row, len(used) + rest // hdp_size])
+    ranks = np.concatenate([ranks, used[hole_row] + hole, rest % hdp_size])
+    micro_batches = np.concatenate([row[item], hole_row, len(used) + rest // hdp_size])
+    return Placed(ranks, micro_batches, np.bincount(ranks, minlength=hdp_size))
 
 
-def _stacked(problem: Problem, degree: IntArray, num_packs: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    ranks, micro_batches, counts = stack_gangs(degree, problem.hdp_size)
+def _stacked(problem: Problem, degree: IntArray, num_packs: int) -> Placed:
+    gangs = stack_gangs(degree, problem.hdp_size)
+    counts = gangs.counts.copy()
     pack_rank = np.zeros(num_packs, dtype=np.int64)
     pack_micro_batch = np.zeros(num_packs, dtype=np.int64)
     for p in range(num_packs):
         r = int(counts.argmin())
         pack_rank[p], pack_micro_batch[p] = r, counts[r]
         counts[r] += 1
-    return ranks, micro_batches, pack_rank, pack_micro_batch
+    return Placed(np.append(gangs.ranks, pack_rank), np.append(gangs.micro_batches, pack_micro_batch), counts)

@@ -1,43 +1,44 @@
-"""`megatron-dynamic`: hybrid context parallelism as Megatron-LM ships it, its rules re-told at the level of rank sets.
+"""`megatron-dynamic`: dynamic context parallelism as the development branch of Megatron-LM plans it by default.
 
-Need(s) is the next power of two of s / C, work is s^2 / D; linear layers and communication count for nothing.
-Longest first, sequences are cut into as many buckets as there are distinct needs. A *round* is filled: the head of the
-first bucket that can be placed opens a set of the lowest free ranks, or joins the least loaded set of exactly its size.
-Once a smaller need than the round's first has been placed, the round closes as soon as the spread is within 5 %. Then
-the last sequence of the busiest set is taken back while that narrows the spread, and while ranks are empty the smallest
-set is doubled. Leftovers start the next round. Every sequence is a micro-batch of its own on all ranks of its set.
+All ranks run the same number of micro-batches. Each is filled greedily, longest sequence first; work is s^2 / D a rank,
+linear layers and communication count for nothing. The longest, of length t, opens a set of the fewest ranks (a power of
+two) and caps the work of every rank at 1.05 * t * C. Each further sequence may join a set of any power of two from its
+own need upwards that holds at most C tokens a rank with it, or open one on the next free ranks; it takes what raises
+the largest work least, of equals the narrowest and earliest set, a new one last. What cap or memory refuse waits for a
+later micro-batch. Then the first of the smallest sets is doubled until no rank is empty; where that cannot be, because
+ranks are no power of two, the micro-batch is filled again with one set of all ranks.
 
-Differences, all in the peer's favour: no barrier between rounds; where it aborts we go on (a need above hdp_size is
-hdp_size; a set that cannot double takes the ranks there are). With a pipeline, which the peer refuses, the degrees are
-kept and the gangs stacked. Cost: O(N log N + N * sets / 1000), Python with numpy for the balance test.
+Where we differ, in the peer's favour: it counts s / D tokens and pads; what whole tokens push over C follows in
+micro-batches at the end. Where it aborts (a need above the ranks that hold the sequence, a doubling past the last rank)
+we take all ranks.
+
+Cost: O(sequences * micro-batches * log R) steps of Python, numpy over the sets of one size where a sequence is placed.
 """
 
 import heapq
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import FloatArray, IntArray
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.levels import stack_gangs
-from bytescale.planner.parts.rows import plan_of_groups, spread
+from bytescale.planner.parts.packing import next_fit
+from bytescale.planner.parts.rows import Placed, plan_of_units, spread
 from bytescale.planner.problem import Problem, too_long
 
-BALANCE_SLACK = 0.05
-BUCKET_SLACK = 1.1
+CAP_SLACK = 1.05
 
 
-@dataclass
+@dataclass(frozen=True)
 class RankSet:
-    """Consecutive ranks that run the same sequences, while a round is being filled."""
+    """The next `size` ranks, and the sequences that they run together in one micro-batch."""
 
     size: int
-    load: float = 0.0
-    sequences: list[int] = field(default_factory=list)
+    sequences: list[int]
 
 
-def plan_megatron(problem: Problem) -> StepPlan:
+def plan_dynamic(problem: Problem) -> StepPlan:
     """Plan with the peer's rules.
 
     Raises:
@@ -46,148 +47,156 @@ def plan_megatron(problem: Problem) -> StepPlan:
     capacity, hdp_size = problem.fixed_capacity, problem.hdp_size
     if int(problem.lengths.max()) > capacity * hdp_size:
         raise too_long(problem, int(problem.lengths.argmax()), capacity, hdp_size)
-    rounds = plan_rounds(problem.lengths, capacity, hdp_size)
-    sequence: list[int] = []
-    sizes: list[int] = []
-    firsts: list[int] = []
-    for rank_sets in rounds:
-        first = 0
-        for rank_set in rank_sets:
-            sequence += rank_set.sequences
-            sizes += [rank_set.size] * len(rank_set.sequences)
-            firsts += [first] * len(rank_set.sequences)
-            first += rank_set.size
-    degree = np.array(sizes, dtype=np.int64)
-    item, index = spread(degree)
-    if problem.pp_size == 1:
-        ranks = np.array(firsts, dtype=np.int64)[item] + index
-        micro_batches = _running_number(ranks, hdp_size)
-    else:
-        work = problem.lengths[sequence].astype(np.float64) ** 2 / degree
-        ranks, micro_batches, _ = stack_gangs(degree, hdp_size, work)
-    return plan_of_groups(
+    micro_batches = plan_micro_batches(problem.lengths, capacity, hdp_size)
+    sets = [rank_set for sets in micro_batches for rank_set in sets]
+    degree = np.array([rank_set.size for rank_set in sets], dtype=np.int64)
+    unit = np.zeros(problem.num_sequences, dtype=np.int64)
+    late_degree: list[int] = []
+    for number, rank_set in enumerate(sets):
+        unit[rank_set.sequences] = number
+        pieces = -(-problem.lengths[rank_set.sequences] // rank_set.size)
+        if pieces.sum() > capacity:
+            pack = next_fit(pieces, capacity)
+            for p in range(1, int(pack.max()) + 1):
+                unit[np.array(rank_set.sequences)[pack == p]] = len(sets) + len(late_degree)
+                late_degree.append(rank_set.size)
+    # Sets fill all ranks of a micro-batch, one behind the other.
+    end = np.cumsum(degree)
+    row, index = spread(degree)
+    ranks = ((end - degree)[row] + index) % hdp_size
+    numbers = np.arange(len(row)) // hdp_size
+    late_units = stack_gangs(np.array(late_degree, dtype=np.int64), hdp_size)
+    return plan_of_units(
         problem,
         "megatron-dynamic",
-        sequence=np.array(sequence, dtype=np.int64),
-        degree=degree,
-        ranks=ranks,
-        micro_batches=micro_batches,
+        unit=unit,
+        degree=np.append(degree, np.array(late_degree, np.int64)),
+        placed=Placed(
+            np.append(ranks, late_units.ranks),
+            np.append(numbers, late_units.micro_batches + len(micro_batches)),
+            late_units.counts + len(micro_batches),
+        ),
         offload_ratio=problem.fixed_ratio,
     )
 
 
-def _running_number(ranks: IntArray, hdp_size: int) -> IntArray:
-    """How many earlier rows have the same rank. Shape of `ranks`."""
-    order = np.argsort(ranks, kind="stable")
-    counts = np.bincount(ranks, minlength=hdp_size)
-    number = np.zeros(len(ranks), dtype=np.int64)
-    number[order] = np.arange(len(ranks)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return number
-
-
-def plan_rounds(lengths: IntArray, capacity: int, hdp_size: int) -> list[list[RankSet]]:
-    """The rounds, each a list of rank sets from rank 0 upwards."""
-    values = lengths.tolist()
-    need = [min(hdp_size, 1 << max(0, (-(-s // capacity) - 1).bit_length())) for s in values]
-    left = np.argsort(-lengths, kind="stable").tolist()
-    rounds = []
+def plan_micro_batches(lengths: IntArray, capacity: int, hdp_size: int) -> list[list[RankSet]]:
+    """The sets of every micro-batch, from rank 0 upwards; together they have all ranks."""
+    order = np.argsort(-lengths, kind="stable")
+    values: list[int] = lengths.tolist()
+    left: list[int] = order.tolist()
+    micro_batches = []
     while left:
-        rank_sets, left = _fill_round(left, values, need, hdp_size)
-        rounds.append(rank_sets)
-    return rounds
+        sets, rest = _fill(left, values, capacity, hdp_size)
+        if not _widen(sets, hdp_size):
+            sets, rest = _one_set(left, values, capacity, hdp_size)
+        micro_batches.append(sets)
+        left = rest
+    return micro_batches
 
 
-def _buckets(rows: list[int], values: list[int], need: list[int]) -> list[deque[int]]:
-    """Consecutive pieces of about equal work, at most as many as there are distinct needs."""
-    num = len({need[i] for i in rows})
-    target = sum(values[i] ** 2 / need[i] for i in rows) / num
-    buckets: list[deque[int]] = []
-    current: deque[int] = deque()
-    work = 0.0
-    for position, i in enumerate(rows):
-        cost = values[i] ** 2 / need[i]
-        # The peer lowers the number of buckets still to come and also subtracts those made: kept as it is.
-        runs_short = len(rows) - position <= num - 2 * len(buckets)
-        if current and (work + cost > target * BUCKET_SLACK or runs_short):
-            buckets.append(current)
-            current, work = deque(), 0.0
-        current.append(i)
-        work += cost
-    buckets.append(current)
-    return buckets
+@dataclass
+class _SetsOfSize:
+    """The sets of one size while a micro-batch is filled, in the order they were opened.
+
+    Attributes:
+        at: position of each among all sets of the micro-batch.
+        work, tokens: of each of their ranks; the first `len(at)` entries count.
+        most_room: no set has more room than this.
+        least_work: no set has less work than this.
+    """
+
+    work: FloatArray
+    tokens: FloatArray
+    at: list[int] = field(default_factory=list)
+    most_room: float = 0.0
+    least_work: float = 0.0
+
+    def refresh(self, capacity: int) -> None:
+        num = len(self.at)
+        self.most_room = capacity - float(self.tokens[:num].min())
+        self.least_work = float(self.work[:num].min())
 
 
-def _fill_round(rows: list[int], values: list[int], need: list[int], hdp_size: int) -> tuple[list[RankSet], list[int]]:
-    buckets = _buckets(rows, values, need)
+def _need(length: int, capacity: int, hdp_size: int) -> int:
+    """The fewest ranks, as a power of two, or all where that is more."""
+    return min(hdp_size, 1 << max(0, (-(-length // capacity) - 1).bit_length()))
+
+
+def _fill(rows: list[int], values: list[int], capacity: int, hdp_size: int) -> tuple[list[RankSet], list[int]]:
+    """The sets of one micro-batch before they are widened, and the sequences that are left, longest first."""
+    cap = float(values[rows[0]]) * float(capacity) * CAP_SLACK
     sets: list[RankSet] = []
-    largest = 0.0
-    by_size: dict[int, list[tuple[float, int]]] = {}
-    free = hdp_size
-    first_need: int | None = None
-    may_close = False
-    while buckets:
-        bucket = next((b for b in buckets if b and (need[b[0]] in by_size or free >= need[b[0]])), None)
-        if bucket is None:
-            break
-        i = bucket.popleft()
-        size = need[i]
-        first_need = size if first_need is None else first_need
-        cost = values[i] ** 2 / size
-        if free >= size:
-            at = len(sets)
-            sets.append(RankSet(size))
-            free -= size
-        else:
-            at = heapq.heappop(by_size[size])[1]
-        sets[at].sequences.append(i)
-        sets[at].load += cost
-        largest = max(largest, sets[at].load)
-        heapq.heappush(by_size.setdefault(size, []), (sets[at].load, at))
-        while buckets and not buckets[0]:
-            buckets.pop(0)
-        may_close |= size < first_need
-        if may_close and buckets and not free and _balanced(largest, by_size):
-            break
-    left = [i for bucket in buckets for i in bucket]
-    _trim(sets, left, values, free)
-    _fill_empty(sets, values, free)
+    by_size: dict[int, _SetsOfSize] = {}
+    left: list[int] = []
+    free, most = hdp_size, 0.0
+    for i in rows:
+        s = values[i]
+        size = _need(s, capacity, hdp_size)
+        best_work, best_size, best_at = cap, 0, -1
+        found = False
+        while size <= hdp_size:
+            work, tokens = s * s / size, s / size
+            same = by_size.get(size)
+            if same is not None and tokens <= same.most_room and same.least_work + work <= cap:
+                num = len(same.at)
+                projected = np.maximum(same.work[:num] + work, most)
+                projected[same.tokens[:num] + tokens > capacity] = np.inf
+                k = int(projected.argmin())
+                if projected[k] <= cap and (not found or projected[k] < best_work):
+                    found, best_work, best_size, best_at = True, float(projected[k]), size, k
+            if free >= size and max(most, work) <= cap and (not found or max(most, work) < best_work):
+                found, best_work, best_size, best_at = True, max(most, work), size, -1
+            if not sets or (found and best_work == most):
+                break  # the first takes its need; nothing wider is better than raising nothing
+            size *= 2
+        if not sets:
+            found, best_size, best_at = True, size, -1
+        if not found:
+            left.append(i)
+            continue
+        work, tokens = s * s / best_size, s / best_size
+        same = by_size.get(best_size)
+        if same is None:
+            most_sets = hdp_size // best_size
+            same = by_size[best_size] = _SetsOfSize(np.zeros(most_sets), np.zeros(most_sets))
+        if best_at < 0:
+            best_at = len(same.at)
+            same.at.append(len(sets))
+            sets.append(RankSet(best_size, []))
+            free -= best_size
+        sets[same.at[best_at]].sequences.append(i)
+        same.work[best_at] += work
+        same.tokens[best_at] += tokens
+        same.refresh(capacity)
+        most = max(most, float(same.work[best_at]))
     return sets, left
 
 
-def _balanced(largest: float, by_size: dict[int, list[tuple[float, int]]]) -> bool:
-    """Every set is in the heap of its size, so the least load is at the head of a heap."""
-    least = min(heap[0][0] for heap in by_size.values())
-    return largest - least <= BALANCE_SLACK * largest
-
-
-def _trim(sets: list[RankSet], left: list[int], values: list[int], free: int) -> None:
-    """Take back the last sequence of the busiest set while that narrows the spread; not while ranks are empty."""
-    if free:
-        return
-    loads = [rank_set.load for rank_set in sets]
-    while True:
-        largest, least = max(loads), min(loads)
-        at = loads.index(largest)
-        busiest = sets[at]
-        if largest - least <= BALANCE_SLACK * largest or len(busiest.sequences) <= 1:
-            return
-        i = busiest.sequences[-1]
-        loads[at] -= values[i] ** 2 / busiest.size
-        if max(loads) - min(loads) >= largest - least:
-            return
-        busiest.sequences.pop()
-        busiest.load = loads[at]
-        left.append(i)
-
-
-def _fill_empty(sets: list[RankSet], values: list[int], free: int) -> None:
-    """Double the first of the smallest sets until no rank is empty. Its load then counts its first sequence alone."""
-    smallest = [(s.size, at) for at, s in enumerate(sets)]
+def _widen(sets: list[RankSet], hdp_size: int) -> bool:
+    """Double the first of the smallest sets until no rank is empty; false where the empty ranks do not suffice."""
+    empty = hdp_size - sum(rank_set.size for rank_set in sets)
+    smallest = [(rank_set.size, at) for at, rank_set in enumerate(sets)]
     heapq.heapify(smallest)
-    while free:
+    while empty:
         size, at = heapq.heappop(smallest)
-        wider = min(2 * size, size + free)
-        free -= wider - size
-        sets[at].size = wider
-        sets[at].load = values[sets[at].sequences[0]] ** 2 / wider
+        wider = min(2 * size, hdp_size)
+        empty -= wider - size
+        if empty < 0:
+            return False
+        sets[at] = RankSet(wider, sets[at].sequences)
         heapq.heappush(smallest, (wider, at))
+    return True
+
+
+def _one_set(rows: list[int], values: list[int], capacity: int, hdp_size: int) -> tuple[list[RankSet], list[int]]:
+    """All ranks in one set, filled longest first with what fits, and what does not."""
+    chosen, left, tokens = [], [], 0.0
+    for i in rows:
+        share = values[i] / hdp_size
+        if tokens + share <= capacity:
+            chosen.append(i)
+            tokens += share
+        else:
+            left.append(i)
+    return [RankSet(hdp_size, chosen)], left

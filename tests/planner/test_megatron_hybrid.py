@@ -1,4 +1,4 @@
-"""`megatron-dynamic` against what the released peer does (megatron-core 0.19.2), and where the peer aborts."""
+"""`megatron-hybrid` against what the released peer does (megatron-core 0.19.2), and where the peer aborts."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from bytescale.cost import preset_cost
 from bytescale.errors import UserError
 from bytescale.plan.validate import validate
 from bytescale.planner import plan
-from bytescale.planner.strategies.megatron_dynamic import plan_rounds
+from bytescale.planner.strategies.megatron_hybrid import plan_rounds
 from tests.planner.inputs import lognormal
 
 
@@ -78,11 +78,11 @@ def test_512_sequences_on_4096_ranks_are_nearly_all_widened() -> None:
 
 @pytest.mark.parametrize("hdp_size", [6, 12, 24])
 def test_ranks_that_are_no_power_of_two(hdp_size: int) -> None:
-    step = plan([40000, 1000, 1000], "megatron-dynamic", hdp_size=hdp_size, tokens_per_rank=8192, cost=preset_cost())
+    step = plan([40000, 1000, 1000], "megatron-hybrid", hdp_size=hdp_size, tokens_per_rank=8192, cost=preset_cost())
     validate(step)
 
 
-@pytest.mark.parametrize("strategy", ["best", "static", "megatron-dynamic"])
+@pytest.mark.parametrize("strategy", ["best", "static", "megatron-hybrid"])
 @pytest.mark.parametrize(
     ("pp_size", "offload", "helps"), [(1, "off", True), (1, 1.0, False), (8, "off", True), (16, "off", False)]
 )
@@ -99,4 +99,4 @@ def test_offloading_is_advised_only_where_something_may_leave(
 
 def test_too_long_is_named() -> None:
     with pytest.raises(UserError, match=r"sequence 0 has 65537 tokens .* hold 65536"):
-        plan([65537, 100], "megatron-dynamic", hdp_size=8, tokens_per_rank=8192, cost=preset_cost())
+        plan([65537, 100], "megatron-hybrid", hdp_size=8, tokens_per_rank=8192, cost=preset_cost())
