@@ -23,7 +23,7 @@ from bytescale.cost import CostModel, dense_flops, predict, preset_cost
 from bytescale.lengths.source import batches, length_source
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import validate
-from bytescale.planner import plan_with_origin
+from bytescale.planner import plan
 from bytescale.planner.explain import explain_step
 
 CAPACITY = 8192
@@ -42,10 +42,10 @@ def lognormal(num: int, mean: float, seed: int = 0) -> IntArray:
 def timed(lengths: IntArray, strategy: str, ranks: int, cost: CostModel, offload: str) -> tuple[StepPlan, str, float]:
     """A plan, the strategy that made it, and its wall time."""
     begin = time.perf_counter()
-    made, origin = plan_with_origin(
+    made = plan(
         lengths, strategy, hdp_size=ranks, tokens_per_rank=CAPACITY, cost=cost, offload=offload, allow_blocks=True
     )
-    return made, origin, time.perf_counter() - begin
+    return made, made.origin, time.perf_counter() - begin
 
 
 def idle_share(made: StepPlan) -> float:
@@ -171,7 +171,7 @@ def pipelines() -> None:
             (lengths,) = batches(length_source(source), 1, 0, tokens=8 * 2**20)
             lengths = np.minimum(lengths, ranks * CAPACITY)
             plans = (
-                plan_with_origin(lengths, name, hdp_size=ranks, tokens_per_rank=CAPACITY, cost=cost, pp_size=4)[0]
+                plan(lengths, name, hdp_size=ranks, tokens_per_rank=CAPACITY, cost=cost, pp_size=4, offload="off")
                 for name in names
             )
             row = " | ".join(f"{gap(made):.2f}" for made in plans)
@@ -187,8 +187,15 @@ def large_pipelines() -> None:
     header("strategy", "pieces", "operations", "step s", "plan s", "validate s", "validate CPU s")
     for strategy in ("static", "hdp-balance", "best", "chunked"):
         begin = time.perf_counter()
-        made, _ = plan_with_origin(
-            lengths, strategy, hdp_size=2048, tokens_per_rank=CAPACITY, cost=cost, pp_size=8, allow_blocks=True
+        made = plan(
+            lengths,
+            strategy,
+            hdp_size=2048,
+            tokens_per_rank=CAPACITY,
+            cost=cost,
+            pp_size=8,
+            offload="off",
+            allow_blocks=True,
         )
         plan_s = time.perf_counter() - begin
         begin, cpu_begin = time.perf_counter(), time.process_time()

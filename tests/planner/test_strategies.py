@@ -40,7 +40,8 @@ def test_every_name_is_that_of_its_strategy() -> None:
 def test_a_strategy_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     added = Strategy("all-ranks", "every sequence over all ranks", plan_all_ranks)
     monkeypatch.setattr(planner, "STRATEGIES", strategy_table((*PLAIN, added)))
-    step, origin = planner.plan_with_origin(LENGTHS, "all-ranks", **ASKED)
+    step = planner.plan(LENGTHS, "all-ranks", **ASKED)
+    origin = step.origin
     validate(step)
     assert (step.strategy, origin) == ("all-ranks", "all-ranks")
     assert step.predicted is not None and step.predicted.planning_time_s > 0
@@ -48,15 +49,15 @@ def test_a_strategy_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_best_takes_the_plan_of_an_added_strategy_that_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = next(
-        lengths for seed in range(60) if planner.plan_with_origin(lengths := few(seed), **ASKED)[1] != "best"
-    )
-    step, origin = planner.plan_with_origin(lengths, **ASKED)
+    lengths = next(lengths for seed in range(60) if planner.plan(lengths := few(seed), **ASKED).origin != "best")
+    step = planner.plan(lengths, **ASKED)
+    origin = step.origin
     winner = STRATEGIES[origin]
     added = Strategy("added", winner.summary, lambda problem: replace(winner.plan(problem), strategy="added"))
     others = [strategy for strategy in PLAIN if strategy is not winner]
     monkeypatch.setattr(planner, "STRATEGIES", strategy_table((*others, added)))
-    again, made_by = planner.plan_with_origin(lengths, **ASKED)
+    again = planner.plan(lengths, **ASKED)
+    made_by = again.origin
     assert (again.strategy, made_by) == ("best", "added")
     assert again.predicted is not None and step.predicted is not None
     assert again.predicted.step_time_s == step.predicted.step_time_s

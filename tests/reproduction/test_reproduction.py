@@ -10,7 +10,6 @@ from bytescale.cost.predict import lower_bound_s
 from bytescale.errors import UserError
 from bytescale.plan.validate import validate
 from bytescale.planner import plan as make_plan
-from bytescale.planner import plan_with_origin
 from bytescale.reproduction import beyond, systems
 from bytescale.reproduction.beyond import run_strategy
 from bytescale.reproduction.calibration import paper_cluster, read_calibration
@@ -48,7 +47,7 @@ def test_a_folded_static_plan_takes_as_long_as_the_whole_one(context: int) -> No
     lengths = np.random.default_rng(1).integers(1, 64 * K, 300)
     arguments = {"hdp_size": 64, "tokens_per_rank": 8192, "cost": cost, "context": context}
     whole = simulate(make_plan(lengths, "static", **arguments), cost)
-    folded = simulate(folded_static(plan_with_origin, lengths, **arguments), cost)
+    folded = simulate(folded_static(lengths, **arguments), cost)
     assert folded.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
     assert float(folded.ranks.communication_s.mean()) == pytest.approx(float(whole.ranks.communication_s.mean()))
 
@@ -81,7 +80,7 @@ def test_offloading_half_is_free_at_64k_and_all_of_it_at_256k() -> None:
 
 
 def test_the_case_study_with_few_batches() -> None:
-    rows = {(row.quantity, row.system): row for row in figure_18(plan_with_origin, 4)}
+    rows = {(row.quantity, row.system): row for row in figure_18(4)}
     share = rows["communication share, ring / (ring + feed-forward)", "static"]
     assert share.paper is not None
     assert abs(share.ours - share.paper) < 0.03
@@ -91,7 +90,7 @@ def test_the_case_study_with_few_batches() -> None:
 
 
 def test_the_ablation_states_the_factor_of_every_step() -> None:
-    rows = {row.system: row for row in figure_20(plan_with_origin, 2)}
+    rows = {row.system: row for row in figure_20(2)}
     assert rows["static"].ours == 1.0
     assert rows["loader"].extra["factor"] > 1.0
     assert rows["balance"].ours > rows["naive"].ours > 1.0
@@ -103,7 +102,7 @@ def test_best_is_never_slower_and_near_the_bound_without_a_pipeline() -> None:
     context = int(lengths.max())
     times = {}
     for name in beyond.STRATEGIES:
-        step, _ = run_strategy(plan_with_origin, cluster, lengths, name, context)
+        step, _ = run_strategy(cluster, lengths, name, context)
         times[name] = step.step_time_s
     assert times["best"] <= min(times.values()) * (1 + 1e-9)
     assert times["best"] <= 1.03 * lower_bound_s(cluster.cost, lengths, cluster.hdp_size)
@@ -114,7 +113,7 @@ def test_chunks_are_faster_than_whole_sequences_within_their_memory() -> None:
     lengths = paper_workload("github", 256 * K, 4 * K * K, 1).batches[0]
     times = {}
     for name in ("hdp-balance", "best", "chunked"):
-        step, _ = run_strategy(plan_with_origin, cluster, lengths, name, int(lengths.max()))
+        step, _ = run_strategy(cluster, lengths, name, int(lengths.max()))
         times[name] = step.step_time_s
     assert step.plan.layout == "chunks"
     validate(step.plan)  # its memory rule counts kept tokens and gradients

@@ -100,7 +100,14 @@ def test_context_limits_name_what_binds_and_agree_with_the_planner() -> None:
     assert plain.binds == "device memory"
     assert plain.max_length < hidden.max_length <= full.max_length
     assert again.max_length > plain.max_length
-    plan = make_plan([plain.max_length], "hdp-naive", hdp_size=16, tokens_per_rank=plain.tokens_per_rank, cost=cost)
+    plan = make_plan(
+        [plain.max_length],
+        "hdp-naive",
+        hdp_size=16,
+        tokens_per_rank=plain.tokens_per_rank,
+        cost=cost,
+        offload="off",
+    )
     total = peak_memory(plan, model, cost, tp_size=2).total_bytes.max()
     assert total <= cluster.memory_bytes
     assert total > 0.99 * cluster.memory_bytes

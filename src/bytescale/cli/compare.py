@@ -11,7 +11,7 @@ from bytescale.cli.machine import MEMORY_FIGURES, Machine, described_machine, me
 from bytescale.cli.planning import Request, planning_options, request, wide_console
 from bytescale.errors import UserError, counted, nearest
 from bytescale.plan.validate import validate
-from bytescale.planner import STRATEGIES, plan_with_origin
+from bytescale.planner import STRATEGIES, make_plan
 from bytescale.report.plan_table import (
     chunk_words,
     comparison_notes,
@@ -84,14 +84,14 @@ def _row(name: str, asked: Request, machine: Machine, drawn: list[Any]) -> dict[
     origins: dict[str, int] = {}
     for lengths in drawn:
         try:
-            made, origin = plan_with_origin(lengths, name, **asked.arguments(allow_blocks=True))
+            made = make_plan(asked.problem(lengths, allow_blocks=True), name)
         except UserError as error:
             return {"strategy": name, "error": str(error), "note": ""}
         memory = memory_figures(machine, peak_memory(made, machine.model, machine.cost, tp_size=asked.tp_size))
-        figures.append(plan_figures(made, validate(made), asked.cost, tp_size=asked.tp_size, origin=origin) | memory)
+        figures.append(plan_figures(made, validate(made), asked.cost, tp_size=asked.tp_size) | memory)
         steps.append(simulate(made, asked.cost, rank_speed=asked.relative_speed))
-        if origin != name:
-            origins[origin] = origins.get(origin, 0) + 1
+        if made.origin != name:
+            origins[made.origin] = origins.get(made.origin, 0) + 1
     row: dict[str, Any] = {key: float(np.mean([f[key] for f in figures])) for key in _MEANS}
     tokens = sum(f["tokens"] for f in figures)
     parts = mean_shares([shares(step) for step in steps])

@@ -11,7 +11,7 @@ from bytescale.cli.planning import is_given, planning_options, request, wide_con
 from bytescale.errors import UserError, counted
 from bytescale.plan.file import read_plan, write_plan
 from bytescale.plan.validate import validate
-from bytescale.planner import STRATEGIES, plan_with_origin
+from bytescale.planner import STRATEGIES, make_plan
 from bytescale.planner.explain import explain_sequences, explain_step
 from bytescale.report.plan_plot import draw_plan
 from bytescale.report.plan_table import (
@@ -55,10 +55,10 @@ def plan(
         return
     asked = request(**options)
     lengths = asked.batches(1)[0]
-    made, origin = plan_with_origin(lengths, strategy, **asked.arguments(allow_blocks=allow_blocks))
+    made = make_plan(asked.problem(lengths, allow_blocks=allow_blocks), strategy)
     report = validate(made)
     machine = described_machine(options)
-    figures = plan_figures(made, report, asked.cost, tp_size=asked.tp_size, origin=origin)
+    figures = plan_figures(made, report, asked.cost, tp_size=asked.tp_size)
     figures |= memory_figures(machine, peak_memory(made, machine.model, machine.cost, tp_size=asked.tp_size))
     step = explain_step(made, asked.cost)
     reasons = explain_sequences(made, asked.cost) if explain else []

@@ -21,7 +21,7 @@ from bytescale.cost.profile import Profile, beyond_range, profile_cost, read_pro
 from bytescale.errors import UserError, nearest
 from bytescale.lengths.source import batches, length_source
 from bytescale.lengths.table import LengthSource
-from bytescale.planner.problem import Offload
+from bytescale.planner.problem import Offload, Problem, make_problem
 
 COSTS = ("dense-flops",)
 TABLE_WIDTH = 120
@@ -77,19 +77,20 @@ class Request:
             click.echo(f"bytescale: {beyond}", err=True)
         return drawn
 
-    def arguments(self, *, allow_blocks: bool) -> dict[str, Any]:
-        """Keyword arguments of `bytescale.planner.plan`."""
-        return {
-            "hdp_size": self.ranks,
-            "tokens_per_rank": self.tokens_per_rank,
-            "cost": self.cost,
-            "context": self.context,
-            "pp_size": self.pp_size,
-            "offload": self.offload,
-            "seed": self.seed,
-            "rank_speed": self.rank_speed,
-            "allow_blocks": allow_blocks,
-        }
+    def problem(self, lengths: IntArray, *, allow_blocks: bool) -> Problem:
+        """The question that these options ask about one batch."""
+        return make_problem(
+            lengths,
+            hdp_size=self.ranks,
+            tokens_per_rank=self.tokens_per_rank,
+            cost=self.cost,
+            context=self.context,
+            pp_size=self.pp_size,
+            offload=self.offload,
+            seed=self.seed,
+            rank_speed=self.rank_speed,
+            allow_blocks=allow_blocks,
+        )
 
 
 _OPTIONS = (

@@ -17,7 +17,6 @@ from rich.console import Console
 from bytescale.cli.planning import wide_console
 from bytescale.errors import UserError, nearest
 from bytescale.files import write_text_atomically
-from bytescale.planner import plan_with_origin
 from bytescale.reproduction.calibration import CALIBRATION_FILE
 from bytescale.reproduction.catalogue import FIGURES, Request
 from bytescale.reproduction.page import reproduction_page
@@ -47,7 +46,7 @@ def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None
     rows: dict[str, list[Row]] = {}
     for name in names:
         with _progress(f"{name}: {FIGURES[name].title}") as progress:
-            rows[name] = FIGURES[name].rows(Request(plan_with_origin, num_batches, progress))
+            rows[name] = FIGURES[name].rows(Request(num_batches, progress))
         if not as_json:
             wide_console().print(rows_table(rows[name], f"{name}: {FIGURES[name].title}"))
     pictures = out if out is not None else (page.parent / "images" if page is not None else None)

@@ -17,7 +17,7 @@ from bytescale.errors import UserError, counted
 from bytescale.plan.file import prediction_to_dict, read_plan
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import validate
-from bytescale.planner import plan_with_origin
+from bytescale.planner import make_plan
 from bytescale.report import units
 from bytescale.report.simulation import context_table, draw_timeline, simulation_table
 from bytescale.simulator import (
@@ -78,12 +78,12 @@ def simulate_command(
     if plan_file is not None:
         stored = _plan_that_fits(read_plan(plan_file), machine.cost.num_layers)
         _say_if_made_for_another(stored, machine)
-        plans = [(stored, "")]
+        plans = [stored]
     else:
         asked = request(**options)
         plans, rank_speed = _planned(asked, strategy, num_batches), asked.relative_speed
     rows, first = [], None
-    for plan, origin in plans:
+    for plan in plans:
         planning_s = plan.predicted.planning_time_s if plan.predicted is not None else 0.0
         extra = StepOverheads()
         if not bare:
@@ -100,7 +100,7 @@ def simulate_command(
             )
         step = simulate(plan, machine.cost, extra, rank_speed=rank_speed)
         first = first or step
-        rows.append(_figures(step, machine, options["tp_size"], origin))
+        rows.append(_figures(step, machine, options["tp_size"]))
     assert first is not None
     _files(first, chosen, trace, plot)
     if as_json:
@@ -134,19 +134,16 @@ def _check_planned(max_length: bool) -> None:
         )
 
 
-def _figures(step: SimulatedStep, machine: Machine, tp_size: int, origin: str) -> dict[str, Any]:
+def _figures(step: SimulatedStep, machine: Machine, tp_size: int) -> dict[str, Any]:
     plan = step.plan
     figures = step_figures(step, machine.model, machine.cost, tp_size=tp_size, cluster=machine.peak_of)
     memory = memory_figures(machine, peak_memory(plan, machine.model, machine.cost, tp_size=tp_size))
     predicted = {} if plan.predicted is None else prediction_to_dict(plan.predicted)
-    return predicted | figures | memory | ({"origin": origin} if origin else {})
+    return predicted | figures | memory | ({"origin": plan.origin} if plan.origin else {})
 
 
-def _planned(asked: Request, strategy: str, num_batches: int) -> list[tuple[StepPlan, str]]:
-    return [
-        plan_with_origin(lengths, strategy, **asked.arguments(allow_blocks=True))
-        for lengths in asked.batches(num_batches)
-    ]
+def _planned(asked: Request, strategy: str, num_batches: int) -> list[StepPlan]:
+    return [make_plan(asked.problem(lengths, allow_blocks=True), strategy) for lengths in asked.batches(num_batches)]
 
 
 def _plan_that_fits(plan: StepPlan, num_layers: int) -> StepPlan:

@@ -95,6 +95,8 @@ class StepPlan:
         pieces: the rows, in canonical order.
         kept_gradient_share: what the key-and-value gradients of a kept chunk add to its activations, as a share of
             them; 0 outside the `chunks` layout.
+        predicted: what the cost model expects; None before anyone asked it.
+        origin: the strategy whose plan this is, where `strategy` is a search that returned another one's; not stored.
     """
 
     strategy: str
@@ -107,6 +109,7 @@ class StepPlan:
     layout: Layout = "zigzag"
     kept_gradient_share: float = 0.0
     predicted: Prediction | None = field(default=None, compare=False)
+    origin: str = field(default="", compare=False)
 
     def __eq__(self, other: object) -> bool:
         """Equal in all but the prediction."""

@@ -8,8 +8,9 @@
         print(step.pieces.sequence[rows], step.pieces.tokens[rows])
     print(step.predicted.step_time_s, step.predicted.lower_bound_s)
 
-A strategy is a pure function from a checked `Problem` to a `StepPlan`. Equal input and seed give an equal plan. Every
-plan passes `bytescale.plan.validate`.
+`plan(lengths, ...)` is `make_plan(make_problem(lengths, ...))`; take the two where one question is put to several
+strategies. A strategy is a pure function from a checked `Problem` to a `StepPlan`. Equal input and seed give an equal
+plan. Every plan passes `bytescale.validate.validate`.
 """
 
 import time
@@ -84,7 +85,26 @@ def strategy_table(plain: Sequence[Strategy]) -> Mapping[str, Strategy]:
 STRATEGIES = strategy_table(PLAIN)
 """Every strategy by its name."""
 
-__all__ = ["PLAIN", "STRATEGIES", "Problem", "Strategy", "make_problem", "plan", "plan_with_origin", "strategy_table"]
+__all__ = ["PLAIN", "STRATEGIES", "Problem", "Strategy", "make_plan", "make_problem", "plan", "strategy_table"]
+
+
+def make_plan(problem: Problem, strategy: str = "best") -> StepPlan:
+    """Answer a checked question.
+
+    Returns:
+        A valid plan with `predicted` filled; `origin` names the strategy whose plan it is, where a search returned
+        another one's.
+
+    Raises:
+        UserError: an unknown strategy, or one that cannot place this batch.
+    """
+    begin_s = time.perf_counter()
+    if strategy not in STRATEGIES:
+        raise UserError(f"unknown strategy {strategy!r}; {nearest(strategy, STRATEGIES)}")
+    made = STRATEGIES[strategy].plan(problem)
+    predicted = made.predicted or predict(made, problem.cost, rank_speed=problem.rank_speed)
+    timed = replace(predicted, planning_time_s=time.perf_counter() - begin_s)
+    return replace(made, strategy=strategy, origin=made.strategy, predicted=timed)
 
 
 def plan(
@@ -96,65 +116,16 @@ def plan(
     cost: CostModel,
     context: int | None = None,
     pp_size: int = 1,
-    offload: Offload = "off",
+    offload: Offload = "auto",
     seed: int = 0,
     rank_speed: Sequence[float] | npt.ArrayLike | None = None,
     allow_blocks: bool = False,
 ) -> StepPlan:
-    """Place one global batch.
-
-    Args:
-        lengths: tokens of each sequence.
-        strategy: a name in `STRATEGIES`.
-        hdp_size: number of HDP ranks (with a pipeline: of pipelines).
-        tokens_per_rank: activation capacity C of a rank for one micro-batch, in tokens.
-        cost: the cost model, see `bytescale.cost`.
-        context: longest sequence `static` must hold; None is the longest of this batch.
-        pp_size: pipeline stages.
-        offload: `off`, one ratio in [0, 1] for every piece, or `auto`: chosen per sequence.
-        seed: of the random part of a search, where a strategy has one.
-        rank_speed: measured relative speed of each rank; None takes all as equal.
-        allow_blocks: let `best` return a plan in the "blocks" layout where that is shorter; `train` cannot run one.
-
-    Returns:
-        A valid plan with `predicted` filled.
+    """Place one global batch: `make_plan` of `make_problem`, whose arguments these are.
 
     Raises:
         UserError: bad input, or a sequence that no set of ranks can hold.
     """
-    return plan_with_origin(
-        lengths,
-        strategy,
-        hdp_size=hdp_size,
-        tokens_per_rank=tokens_per_rank,
-        cost=cost,
-        context=context,
-        pp_size=pp_size,
-        offload=offload,
-        seed=seed,
-        rank_speed=rank_speed,
-        allow_blocks=allow_blocks,
-    )[0]
-
-
-def plan_with_origin(
-    lengths: Sequence[int] | npt.ArrayLike,
-    strategy: str = "best",
-    *,
-    hdp_size: int,
-    tokens_per_rank: int,
-    cost: CostModel,
-    context: int | None = None,
-    pp_size: int = 1,
-    offload: Offload = "off",
-    seed: int = 0,
-    rank_speed: Sequence[float] | npt.ArrayLike | None = None,
-    allow_blocks: bool = False,
-) -> tuple[StepPlan, str]:
-    """`plan`, and the name of the strategy that made it, which for a search may be another one."""
-    begin = time.perf_counter()
-    if strategy not in STRATEGIES:
-        raise UserError(f"unknown strategy {strategy!r}; {nearest(strategy, STRATEGIES)}")
     problem = make_problem(
         lengths,
         hdp_size=hdp_size,
@@ -167,7 +138,4 @@ def plan_with_origin(
         rank_speed=rank_speed,
         allow_blocks=allow_blocks,
     )
-    made = STRATEGIES[strategy].plan(problem)
-    predicted = made.predicted or predict(made, cost, rank_speed=problem.rank_speed)
-    timed = replace(predicted, planning_time_s=time.perf_counter() - begin)
-    return replace(made, strategy=strategy, predicted=timed), made.strategy
+    return make_plan(problem, strategy)

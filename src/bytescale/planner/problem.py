@@ -124,12 +124,24 @@ def make_problem(
     cost: CostModel,
     context: int | None = None,
     pp_size: int = 1,
-    offload: Offload = "off",
+    offload: Offload = "auto",
     seed: int = 0,
     rank_speed: Sequence[float] | npt.ArrayLike | None = None,
     allow_blocks: bool = False,
 ) -> Problem:
     """Check the input of a strategy.
+
+    Args:
+        lengths: tokens of each sequence.
+        hdp_size: number of HDP ranks (with a pipeline: of pipelines).
+        tokens_per_rank: activation capacity C of a rank for one micro-batch, in tokens.
+        cost: the cost model, see `bytescale.cost`.
+        context: longest sequence `static` must hold; None is the longest of this batch.
+        pp_size: pipeline stages.
+        offload: `auto` chooses per sequence, `off` moves nothing, a number in [0, 1] is the ratio of every piece.
+        seed: of the random part of a search, where a strategy has one.
+        rank_speed: measured relative speed of each rank; None takes all as equal.
+        allow_blocks: let `best` return a plan in the "blocks" layout where that is shorter; `train` cannot run one.
 
     Raises:
         UserError: one line that names what is wrong, and for a sequence that does not fit the ways out.

@@ -24,7 +24,7 @@ from bytescale.report import units
 MAX_DEGREES = 12
 
 
-def plan_figures(plan: StepPlan, report: PlanReport, cost: CostModel, *, tp_size: int, origin: str) -> dict[str, Any]:
+def plan_figures(plan: StepPlan, report: PlanReport, cost: CostModel, *, tp_size: int) -> dict[str, Any]:
     """Everything the table shows and what `predicted` holds, JSON-ready."""
     assert plan.predicted is not None
     predicted = plan.predicted
@@ -36,7 +36,7 @@ def plan_figures(plan: StepPlan, report: PlanReport, cost: CostModel, *, tp_size
     return {
         **prediction_to_dict(predicted),
         "strategy": plan.strategy,
-        "origin": origin,
+        "origin": plan.origin or plan.strategy,
         "hdp_size": plan.hdp_size,
         "pp_size": plan.pp_size,
         "tp_size": tp_size,

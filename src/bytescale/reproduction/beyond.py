@@ -18,9 +18,10 @@ from bytescale.arrays import IntArray
 from bytescale.cost.predict import degree_one_work_s, lower_bound_s
 from bytescale.errors import UserError
 from bytescale.plan.memory import in_flight_tokens
+from bytescale.planner import make_plan
 from bytescale.reproduction.calibration import PaperCluster, paper_cluster
-from bytescale.reproduction.rows import PlanFunction, Row
-from bytescale.reproduction.systems import K, folded_static, paper_workload
+from bytescale.reproduction.rows import Row
+from bytescale.reproduction.systems import K, folded_static, paper_problem, paper_workload
 from bytescale.simulator.components import Ulysses
 from bytescale.simulator.engine import SimulatedStep, simulate
 from bytescale.simulator.outcome import main_loss, shares
@@ -47,7 +48,7 @@ NUM_BATCHES = 4
 Progress = Callable[[str], None] | None
 
 
-def strategy_table(planner: PlanFunction, num_batches: int = NUM_BATCHES, progress: Progress = None) -> list[Row]:
+def strategy_table(num_batches: int = NUM_BATCHES, progress: Progress = None) -> list[Row]:
     """All strategies on four data sets without a pipeline, and on two with one."""
     cells: list[tuple[str, str]] = [("llama-7b", data) for data in DATA]
     cells += [(model, data) for model in PIPELINE_MODELS for data in DATA[:2]]
@@ -59,14 +60,12 @@ def strategy_table(planner: PlanFunction, num_batches: int = NUM_BATCHES, progre
         work = paper_workload(data, CONTEXT, cluster.batch_tokens, num_batches)
         context = max(int(batch.max()) for batch in work.batches)
         names = STRATEGIES if cluster.pp_size == 1 else (*STRATEGIES, CHUNKED)
-        cell = [_strategy_row(planner, cluster, data, context, work.batches, name) for name in names]
+        cell = [_strategy_row(cluster, data, context, work.batches, name) for name in names]
         rows += [row for row in cell if row is not None]
     return _with_speedups(rows)
 
 
-def run_strategy(
-    planner: PlanFunction, cluster: PaperCluster, lengths: IntArray, name: str, context: int
-) -> tuple[SimulatedStep, str]:
+def run_strategy(cluster: PaperCluster, lengths: IntArray, name: str, context: int) -> tuple[SimulatedStep, str]:
     """One batch under one strategy, without the fixed cost of a step; and who made the plan."""
     arguments: dict[str, Any] = {
         "hdp_size": cluster.hdp_size,
@@ -76,12 +75,12 @@ def run_strategy(
         "pp_size": cluster.pp_size,
     }
     if name.startswith("static"):
-        plan, origin, heads = folded_static(planner, lengths, **arguments), "static", None
+        plan, origin, heads = folded_static(lengths, **arguments), "static", None
         if name == "static-ulysses":
             heads = ulysses_of(cluster)
         return simulate(plan, cluster.cost, StepOverheads(), ulysses=heads), origin
-    plan, origin = planner(lengths, name, offload="off", allow_blocks=True, **arguments)
-    return simulate(plan, cluster.cost, StepOverheads()), origin
+    plan = make_plan(paper_problem(cluster, lengths, context), name)
+    return simulate(plan, cluster.cost, StepOverheads()), plan.origin
 
 
 def ulysses_of(cluster: PaperCluster) -> Ulysses:
@@ -91,14 +90,12 @@ def ulysses_of(cluster: PaperCluster) -> Ulysses:
     return Ulysses(model.num_heads // tp, max(1, model.num_kv_heads // tp), width / tp)
 
 
-def _strategy_row(
-    planner: PlanFunction, cluster: PaperCluster, data: str, context: int, batches: Sequence[IntArray], name: str
-) -> Row | None:
+def _strategy_row(cluster: PaperCluster, data: str, context: int, batches: Sequence[IntArray], name: str) -> Row | None:
     steps: list[SimulatedStep] = []
     origins: dict[str, int] = {}
     for lengths in batches:
         try:
-            step, origin = run_strategy(planner, cluster, lengths, name, context)
+            step, origin = run_strategy(cluster, lengths, name, context)
         except UserError:
             return None
         steps.append(step)
@@ -156,7 +153,7 @@ def _with_speedups(rows: list[Row]) -> list[Row]:
     return result
 
 
-def scaling(planner: PlanFunction, progress: Progress = None) -> list[Row]:
+def scaling(progress: Progress = None) -> list[Row]:
     """`best` and `static` from 64 to 16,384 ranks on one Byted and one GitHub batch of 32M tokens (strong scaling)."""
     rows = []
     base = replace(paper_cluster("llama-7b"), update_s=0.0)
@@ -171,7 +168,7 @@ def scaling(planner: PlanFunction, progress: Progress = None) -> list[Row]:
             cut = lengths if fits else np.minimum(lengths, context)
             bound = lower_bound_s(base.cost, cut, ranks)
             for name in ("static", "best"):
-                step, _ = run_strategy(planner, cluster, cut, name, int(cut.max()))
+                step, _ = run_strategy(cluster, cut, name, int(cut.max()))
                 extra = {
                     "ranks": ranks,
                     "step_s": step.step_time_s,

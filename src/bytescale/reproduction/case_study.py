@@ -16,7 +16,7 @@ import numpy as np
 
 from bytescale.reproduction.calibration import PaperCluster, constant, paper_cluster, read_calibration
 from bytescale.reproduction.published import published
-from bytescale.reproduction.rows import PlanFunction, Row
+from bytescale.reproduction.rows import Row
 from bytescale.reproduction.systems import (
     CONTEXTS,
     NUM_BATCHES,
@@ -41,12 +41,12 @@ def _row(figure: str, quantity: str, ours: float, paper: float | None, system: s
     return Row(figure, quantity, ours, paper, MODEL, DATA, CONTEXT, system, extra)
 
 
-def figure_18(planner: PlanFunction, num_batches: int = NUM_BATCHES) -> list[Row]:
+def figure_18(num_batches: int = NUM_BATCHES) -> list[Row]:
     """Communication of one layer, steps of the three systems, spread over ranks."""
     cluster, paper = paper_cluster(MODEL), published()["fig18"]
     work = _work(cluster, num_batches)
     steps = {
-        name: [run_step(planner, cluster, b, strategy, context=work.context) for b in work.batches]
+        name: [run_step(cluster, b, strategy, context=work.context) for b in work.batches]
         for name, strategy in _SYSTEMS.items()
     }
     time_s = {name: np.array([step.step_time_s for step in steps[name]]) for name in steps}
@@ -121,7 +121,7 @@ def _spread_rows(paper: dict[str, Any], steps: dict[str, list[SimulatedStep]]) -
     return rows
 
 
-def figure_19(planner: PlanFunction, num_batches: int = NUM_BATCHES) -> list[Row]:
+def figure_19(num_batches: int = NUM_BATCHES) -> list[Row]:
     """Busy kernels beside those of the balanced plan, and ring traffic beside that of the static one.
 
     The paper plots tensor-core activity, which is less than busy kernels by a factor nobody published; ratios drop it.
@@ -130,7 +130,7 @@ def figure_19(planner: PlanFunction, num_batches: int = NUM_BATCHES) -> list[Row
     work = _work(cluster, num_batches)
     busy, traffic_s, rate = {}, {}, {}
     for name, strategy in _SYSTEMS.items():
-        steps = [run_step(planner, cluster, b, strategy, context=work.context) for b in work.batches]
+        steps = [run_step(cluster, b, strategy, context=work.context) for b in work.batches]
         busy[name] = float(np.mean([step.ranks.compute_s.mean() / step.step_time_s for step in steps]))
         traffic_s[name] = float(np.mean([step.ranks.transfer_s.mean() for step in steps]))
         rate[name] = float(np.mean([step.ranks.transfer_s.mean() / step.step_time_s for step in steps]))
@@ -146,7 +146,7 @@ def figure_19(planner: PlanFunction, num_batches: int = NUM_BATCHES) -> list[Row
     return rows
 
 
-def figure_20(planner: PlanFunction, num_batches: int = NUM_BATCHES) -> list[Row]:
+def figure_20(num_batches: int = NUM_BATCHES) -> list[Row]:
     """One improvement after the other."""
     cluster, paper = paper_cluster(MODEL), published()["fig20"]["speedup"]
     common = read_calibration()["common"]
@@ -154,12 +154,12 @@ def figure_20(planner: PlanFunction, num_batches: int = NUM_BATCHES) -> list[Row
     loading_s = cluster.batch_tokens * constant(common, "loading_bytes_per_token")
     loading_s /= constant(common, "loading_mb_per_s") * 1e6
     time_s = {
-        "static": step_times_s(planner, cluster, work, "static") + loading_s,
-        "naive": step_times_s(planner, cluster, work, "hdp-naive") + loading_s,
-        "offload": step_times_s(planner, cluster, work, "hdp-naive", "auto") + loading_s,
-        "balance": step_times_s(planner, cluster, work, "hdp-balance", "auto") + loading_s,
-        "loader": step_times_s(planner, cluster, work, "hdp-balance", "auto"),
-        "balance, offload off": step_times_s(planner, cluster, work, "hdp-balance") + loading_s,
+        "static": step_times_s(cluster, work, "static") + loading_s,
+        "naive": step_times_s(cluster, work, "hdp-naive") + loading_s,
+        "offload": step_times_s(cluster, work, "hdp-naive", "auto") + loading_s,
+        "balance": step_times_s(cluster, work, "hdp-balance", "auto") + loading_s,
+        "loader": step_times_s(cluster, work, "hdp-balance", "auto"),
+        "balance, offload off": step_times_s(cluster, work, "hdp-balance") + loading_s,
     }
     rate = {name: float((cluster.batch_tokens / values).mean()) for name, values in time_s.items()}
     names = list(time_s)

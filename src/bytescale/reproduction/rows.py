@@ -1,37 +1,13 @@
-"""What a reproduction gives: rows of ours beside the paper's, and the planner it is given from outside.
+"""What a reproduction gives: rows of ours beside the paper's.
 
-The simulator never imports the planner; whoever calls a reproduction passes `bytescale.planner.plan_with_origin`.
 Invariant: rows carry plain numbers and words, ready for JSON and CSV.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-
-from bytescale.arrays import IntArray
-from bytescale.cost.model import CostModel
-from bytescale.plan.step_plan import StepPlan
-
-
-class PlanFunction(Protocol):
-    """`bytescale.planner.plan_with_origin`: the plan and the strategy that made it."""
-
-    def __call__(
-        self,
-        lengths: IntArray,
-        strategy: str,
-        *,
-        hdp_size: int,
-        tokens_per_rank: int,
-        cost: CostModel,
-        context: int | None = None,
-        pp_size: int = 1,
-        offload: Any = "off",
-        seed: int = 0,
-        allow_blocks: bool = False,
-    ) -> tuple[StepPlan, str]: ...
 
 
 @dataclass(frozen=True)

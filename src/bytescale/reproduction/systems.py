@@ -16,8 +16,9 @@ from bytescale.arrays import IntArray
 from bytescale.cost.model import CostModel
 from bytescale.lengths.source import length_source
 from bytescale.plan.step_plan import StepPlan
+from bytescale.planner import Problem, make_plan, make_problem
+from bytescale.planner.problem import Offload
 from bytescale.reproduction.calibration import PaperCluster
-from bytescale.reproduction.rows import PlanFunction
 from bytescale.simulator.components import Ulysses
 from bytescale.simulator.engine import SimulatedStep, simulate
 from bytescale.simulator.workload import stratified_batches
@@ -52,7 +53,6 @@ def static_degree(context: int, tokens_per_rank: int, hdp_size: int) -> int:
 
 
 def folded_static(
-    planner: PlanFunction,
     lengths: IntArray,
     *,
     context: int,
@@ -63,21 +63,35 @@ def folded_static(
 ) -> StepPlan:
     """The static plan with one rank for each data-parallel group; its degrees stay those of the group."""
     degree = static_degree(context, tokens_per_rank, hdp_size)
-    plan, _ = planner(
+    problem = make_problem(
         -(-lengths // degree),
-        "static",
         hdp_size=hdp_size // degree,
         tokens_per_rank=tokens_per_rank,
         cost=cost,
         context=tokens_per_rank,
         pp_size=pp_size,
+        offload="off",
     )
+    plan = make_plan(problem, "static")
     pieces = replace(plan.pieces, cp_degree=np.full(len(plan.pieces), degree, dtype=np.int64))
     return replace(plan, lengths=lengths, pieces=pieces, predicted=None)
 
 
+def paper_problem(cluster: PaperCluster, lengths: IntArray, context: int, offload: Offload = "off") -> Problem:
+    """One batch on a cluster of the paper; block plans are allowed, since nothing is trained."""
+    return make_problem(
+        lengths,
+        hdp_size=cluster.hdp_size,
+        tokens_per_rank=cluster.tokens_per_rank,
+        cost=cluster.cost,
+        context=context,
+        pp_size=cluster.pp_size,
+        offload=offload,
+        allow_blocks=True,
+    )
+
+
 def run_step(
-    planner: PlanFunction,
     cluster: PaperCluster,
     lengths: IntArray,
     strategy: str,
@@ -89,7 +103,6 @@ def run_step(
     """Plan and simulate one batch; `static` runs folded."""
     if strategy == "static":
         plan = folded_static(
-            planner,
             lengths,
             context=context,
             hdp_size=cluster.hdp_size,
@@ -98,22 +111,11 @@ def run_step(
             pp_size=cluster.pp_size,
         )
     else:
-        plan, _ = planner(
-            lengths,
-            strategy,
-            hdp_size=cluster.hdp_size,
-            tokens_per_rank=cluster.tokens_per_rank,
-            cost=cluster.cost,
-            context=context,
-            pp_size=cluster.pp_size,
-            offload=offload,
-        )
+        plan = make_plan(paper_problem(cluster, lengths, context, offload), strategy)
     return simulate(plan, cluster.cost, cluster.overheads, ulysses=ulysses)
 
 
-def step_times_s(
-    planner: PlanFunction, cluster: PaperCluster, work: Workload, strategy: str, offload: Any = "off"
-) -> npt.NDArray[np.float64]:
+def step_times_s(cluster: PaperCluster, work: Workload, strategy: str, offload: Any = "off") -> npt.NDArray[np.float64]:
     """Step time of every batch."""
-    steps = [run_step(planner, cluster, b, strategy, context=work.context, offload=offload) for b in work.batches]
+    steps = [run_step(cluster, b, strategy, context=work.context, offload=offload) for b in work.batches]
     return np.array([step.step_time_s for step in steps])

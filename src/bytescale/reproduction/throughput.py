@@ -9,7 +9,7 @@ from typing import Any
 
 from bytescale.reproduction.calibration import PaperCluster, paper_cluster
 from bytescale.reproduction.published import published
-from bytescale.reproduction.rows import PlanFunction, Row
+from bytescale.reproduction.rows import Row
 from bytescale.reproduction.systems import CONTEXTS, NUM_BATCHES, paper_workload, step_times_s
 
 SYSTEMS = ("static", "hdp-naive", "hdp-balance")
@@ -17,9 +17,7 @@ MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-70b", "mistral-8x7b", "mi
 DATA = ("github", "byted")
 
 
-def figure_17(
-    planner: PlanFunction, num_batches: int = NUM_BATCHES, progress: Callable[[str], None] | None = None
-) -> list[Row]:
+def figure_17(num_batches: int = NUM_BATCHES, progress: Callable[[str], None] | None = None) -> list[Row]:
     """96 rows: two systems in each of 48 cells."""
     rows: list[Row] = []
     for model in MODELS:
@@ -29,19 +27,14 @@ def figure_17(
             for number, context in enumerate(CONTEXTS):
                 if progress is not None:
                     progress(f"{model} {data} {context}")
-                thousands = _tokens_per_s(planner, cluster, data, CONTEXTS[context], num_batches)
+                thousands = _tokens_per_s(cluster, data, CONTEXTS[context], num_batches)
                 rows += _cell_rows(model, data, context, thousands, table[data], number)
     return rows
 
 
-def _tokens_per_s(
-    planner: PlanFunction, cluster: PaperCluster, data: str, context: int, num_batches: int
-) -> dict[str, float]:
+def _tokens_per_s(cluster: PaperCluster, data: str, context: int, num_batches: int) -> dict[str, float]:
     work = paper_workload(data, context, cluster.batch_tokens, num_batches)
-    return {
-        system: float((cluster.batch_tokens / step_times_s(planner, cluster, work, system)).mean())
-        for system in SYSTEMS
-    }
+    return {system: float((cluster.batch_tokens / step_times_s(cluster, work, system)).mean()) for system in SYSTEMS}
 
 
 def _cell_rows(

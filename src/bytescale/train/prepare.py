@@ -19,7 +19,7 @@ from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_da
 from bytescale.errors import UserError, counted, nearest
 from bytescale.plan.memory import capacity_tokens
 from bytescale.plan.step_plan import StepPlan
-from bytescale.planner import STRATEGIES, plan
+from bytescale.planner import STRATEGIES, make_plan, make_problem
 from bytescale.runtime.model.hf_config import load_config, model_shape
 from bytescale.runtime.model.stages import layer_ranges
 from bytescale.train.offload import check_offloading
@@ -98,9 +98,8 @@ def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str
 
     def planner(lengths: IntArray) -> StepPlan:
         fits = int(lengths.max()) <= hdp_size * config.plan.tokens_per_rank
-        return plan(
+        problem = make_problem(
             lengths,
-            strategy,
             hdp_size=hdp_size,
             tokens_per_rank=config.plan.tokens_per_rank,
             cost=cost,
@@ -109,6 +108,7 @@ def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str
             context=config.data.max_context if strategy == "static" else None,
             seed=config.train.seed,
         )
+        return make_plan(problem, strategy)
 
     return planner
 
