@@ -1,10 +1,10 @@
-"""The three kinds of failure that a person reads as one line.
+"""The kinds of failure that a person reads as one line.
 
 `UserError` is bad input: it says what was asked, what is possible and the nearest fix, and the command line turns it
 into exit code 2 without a traceback. `CommunicationError` is a peer that did not answer in time or went away: it names
 the waiting rank, the peer and the operation, and ends the process with exit code 1. `RunError` is a run that cannot go
-on although input and ranks are sound, because the disk is full or training diverged; exit code 1. Everything else is a
-defect of ours and keeps its traceback.
+on although input and ranks are sound, because the disk is full or training diverged; exit code 1. `Interrupted` is a run
+that was asked to end. Everything else is a defect of ours and keeps its traceback.
 """
 
 import difflib
@@ -21,6 +21,14 @@ class CommunicationError(RuntimeError):
 
 class RunError(RuntimeError):
     """The run cannot go on, and no rank or program is at fault. The message is one line and complete in itself."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run. The message is one line; the exit code is 128 + `signal_number`, as shells have it."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
 
 
 def counted(number: int, noun: str, form: str = "") -> str:
