@@ -16,8 +16,7 @@ import click
 import pytest
 
 from bytescale import cli
-from bytescale.cli.train import check_world_size
-from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig
+from bytescale.config.schema import ParallelConfig
 from bytescale.errors import CommunicationError, UserError
 
 STAND_IN = """
@@ -29,6 +28,9 @@ def check(config, world_size):
     print(f"check {world_size}", flush=True)
     if config.plan.strategy == "unsound":
         raise UserError("the data\\nis empty")
+
+def preload(config):
+    pass
 
 def run(config):
     from bytescale.errors import CommunicationError, UserError
@@ -59,7 +61,7 @@ def run(config):
     os.kill(os.getpid(), signal.SIGKILL)
 
 trainer = types.ModuleType("bytescale.train.trainer")
-trainer.check, trainer.run = check, run
+trainer.check, trainer.preload, trainer.run = check, preload, run
 package = types.ModuleType("bytescale.train")
 package.trainer = trainer
 sys.modules["bytescale.train"], sys.modules["bytescale.train.trainer"] = package, trainer
@@ -74,7 +76,7 @@ tokens = 4096
 [plan]
 strategy = "ok"
 """
-TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
@@ -176,12 +178,19 @@ def test_a_full_disk_is_no_defect(run: Callable[..., subprocess.CompletedProcess
     assert complaint(result, 1) == "cannot write /x/y: No space left on device"
 
 
-@pytest.mark.parametrize(("rank", "size"), [("x", "2"), ("0", "two"), ("-1", "2"), ("2", "2")])
+@pytest.mark.parametrize(
+    ("rank", "size", "words"),
+    [
+        ("x", "2", "RANK = x is not a number"),
+        ("0", "two", "WORLD_SIZE = two is not a number"),
+        ("-1", "2", "RANK = -1 is not a number"),
+        ("2", "2", "RANK = 2 and WORLD_SIZE = 2 are set: ranks count from 0 to 1"),
+    ],
+)
 def test_ranks_that_torchrun_would_not_give(
-    run: Callable[..., subprocess.CompletedProcess[str]], rank: str, size: str
+    run: Callable[..., subprocess.CompletedProcess[str]], rank: str, size: str, words: str
 ) -> None:
-    words = complaint(run("train", "run.toml", RANK=rank, WORLD_SIZE=size, TORCHELASTIC_RUN_ID="none"))
-    assert f"RANK = {rank} and WORLD_SIZE = {size} are not what torchrun sets" in words
+    assert words in complaint(run("train", "run.toml", **(TORCHRUN | {"RANK": rank, "WORLD_SIZE": size})))
 
 
 def test_a_defect_shows_its_traceback_once(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
@@ -196,7 +205,7 @@ def test_torchrun(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path
     result = run("train", "run.toml", "--run.dir=out", **TORCHRUN)
     assert result.returncode == 0 and "check 2" in result.stdout
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["rank1"]
-    assert "leave it out" in complaint(run("train", "run.toml", "--nproc", "2", **TORCHRUN))
+    assert "RANK = 1 and WORLD_SIZE = 2 are set" in complaint(run("train", "run.toml", "--nproc", "2", **TORCHRUN))
     mismatch = run("train", "run.toml", "--parallel.hdp_size", "3", **TORCHRUN)
     assert complaint(mismatch).startswith("rank 1: pp_size * tp_size * hdp_size")
 
@@ -213,12 +222,11 @@ def test_torchrun(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path
     ],
 )
 def test_world_sizes(parallel: ParallelConfig, world_size: int, words: str | None) -> None:
-    config = Config(ModelConfig(preset="t"), DataConfig("python-stdlib"), BatchConfig(tokens=1), parallel)
     if words is None:
-        check_world_size(config, world_size)
+        parallel.check_world_size(world_size)
     else:
         with pytest.raises(UserError, match=words):
-            check_world_size(config, world_size)
+            parallel.check_world_size(world_size)
 
 
 def test_every_listed_command_exists() -> None:

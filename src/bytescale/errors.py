@@ -3,8 +3,8 @@
 `UserError` is bad input: it says what was asked, what is possible and the nearest fix, and the command line turns it
 into exit code 2 without a traceback. `CommunicationError` is a peer that did not answer in time or went away: it names
 the waiting rank, the peer and the operation, and ends the process with exit code 1. `RunError` is a run that cannot go
-on although input and ranks are sound, because the disk is full or training diverged; exit code 1. `Interrupted` is a run
-that was asked to end. Everything else is a defect of ours and keeps its traceback.
+on although input and ranks are sound, because the disk is full or training diverged; exit code 1. `Interrupted` is a
+run that a signal ended. Everything else is a defect of ours and keeps its traceback.
 """
 
 import difflib

@@ -3,21 +3,19 @@
 Commands are loaded when they are called, so `bytescale --help` and the planning commands start without torch. Exit
 codes: 0 success; 2 bad input, with one line on standard error and no traceback; 1 a failure at run time, with the
 traceback unless it is a lost peer or a run that cannot go on (`CommunicationError`, `RunError`: one line); 130 after
-Ctrl-C.
+Ctrl-C, 128 + n after another signal n that ended a run.
 """
 
-import errno
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
 import click
 
 from bytescale import __version__
-from bytescale.errors import CommunicationError, RunError, UserError, nearest
-from bytescale.launch import report_to_launcher
+from bytescale.errors import Interrupted, UserError, nearest
+from bytescale.launch import complaint, torchrun
 
 _COMMANDS = {
     "train": ("bytescale.cli.train", "Train a model on sequences of mixed length."),
@@ -73,42 +71,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output (head, less) went away: end quietly, also when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Interrupted as error:
+        click.echo(f"bytescale: {error}", err=True)
+        return 128 + error.signal_number
     except (KeyboardInterrupt, click.Abort):
         return 130
     except click.ClickException as error:
-        return _fail(2, UserError(error.format_message()))
-    except UserError as error:
-        return _fail(2, error)
-    except OSError as error:
-        return _fail(1, _disk_trouble(error) or error)
+        return _fail(UserError(error.format_message()))
     except Exception as error:
-        return _fail(1, error)
+        return _fail(error)
 
 
-def _disk_trouble(error: OSError) -> RunError | None:
-    """A full disk is nobody's defect, wherever it was met."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return None
-    return RunError(f"cannot write {error.filename or 'the output'}: {error.strerror}")
-
-
-def _fail(code: int, error: Exception) -> int:
-    """Say what went wrong, once: a rank below our launcher leaves the saying to it."""
-    if not report_to_launcher(error):
-        if isinstance(error, UserError | RunError | CommunicationError):
-            rank = os.environ.get("RANK", "0")
-            whose = "" if rank == "0" or isinstance(error, CommunicationError) else f"rank {rank}: "
-            click.echo(f"bytescale: {whose}{one_line(error)}", err=True)
-        else:
-            traceback.print_exception(error)
+def _fail(error: Exception) -> int:
+    """Say what went wrong."""
+    found = complaint(error)
+    torchrun.leave_error(found)
+    if found.traceback:
+        click.echo(found.traceback.rstrip(), err=True)
+    else:
+        rank = os.environ.get("RANK", "0")
+        whose = "" if rank == "0" or found.kind == "peer" else f"rank {rank}: "
+        click.echo(f"bytescale: {whose}{found.message}", err=True)
     if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
         # A failed rank must not linger in threads or destructors that wait for its peers.
-        os._exit(code)
-    return code
-
-
-def one_line(error: Exception) -> str:
-    """The message of `error` without line breaks."""
-    return " ".join(str(error).split())
+        os._exit(found.exit_code)
+    return found.exit_code

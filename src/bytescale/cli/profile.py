@@ -17,12 +17,13 @@ import click
 
 from bytescale import __version__
 from bytescale.cli.planning import TokenCount
+from bytescale.cli.ranks import run_ranks, show_failure
 from bytescale.config.schema import Config
 from bytescale.config.toml import load_config, parse_overrides
 from bytescale.cost.profile import Fit, Profile, make_profile, predicted_layer_s, write_profile
 from bytescale.errors import UserError
 from bytescale.files import write_text_atomically
-from bytescale.launch import describe, is_launched_rank, launch, prepare_launched_rank
+from bytescale.launch import interruptible, shared_threads
 from bytescale.report import units
 from bytescale.report.page import Chart, page
 from bytescale.report.svg import Series, line_chart
@@ -62,32 +63,34 @@ def profile(
     longest = max_length if max_length is not None else config.data.max_context
     if longest < 1024:
         raise UserError(f"--max-length is {longest}; a fit needs lengths up to at least 1024")
-    if is_launched_rank():
-        prepare_launched_rank()
-        made = _measure(config, longest, rounds)
-        if made is not None:
-            _show(made, out, as_json)
-        return 0
-    command = ["-m", "bytescale", "profile", "--out", str(out), "--max-length", str(longest), "--rounds", str(rounds)]
-    command += ["--json"] * as_json + list(arguments)
-    failure = launch(nproc, command, run_dir=Path(config.run.dir), compute_threads=config.train.compute_threads or 1)
-    if failure is None:
-        return 0
-    if failure.traceback:
-        click.echo(failure.traceback.rstrip(), err=True)
-    click.echo(f"bytescale: {describe(failure)}", err=True)
-    return 2 if failure.kind == "user" else 1
+    threads = config.train.compute_threads or 1
+    with interruptible(), shared_threads(nproc, threads):
+        session = _session()
+        failure = run_ranks(nproc, lambda: _profile(session, config, longest, rounds, out, as_json), config)
+    return show_failure(failure)
 
 
-def _measure(config: Config, longest: int, rounds: int) -> Profile | None:
-    """The profile, on rank 0; imports torch."""
+def _profile(session: Any, config: Config, longest: int, rounds: int, out: Path, as_json: bool) -> None:
+    """Measure as one rank; rank 0 writes and prints."""
+    made = _measure(session, config, longest, rounds)
+    if made is not None:
+        _show(made, out, as_json)
+
+
+def _session() -> Any:
+    """The profiler, imported late because it brings torch."""
     try:
-        from bytescale.profiler.session import measure
+        from bytescale.profiler import session
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("bytescale"):
             raise
         raise UserError(f"profiling needs {error.name}: pip install 'bytescale[train]'") from None
-    found = measure(config, longest, rounds)
+    return session
+
+
+def _measure(session: Any, config: Config, longest: int, rounds: int) -> Profile | None:
+    """The profile, on rank 0."""
+    found = session.measure(config, longest, rounds)
     if found is None:
         return None
     shape, device, points, ranks_per_node = found

@@ -152,6 +152,25 @@ class ParallelConfig:
         for name in ("pp_size", "tp_size", "hdp_size"):
             _require_at_least(f"parallel.{name}", getattr(self, name), 1)
 
+    def check_world_size(self, world_size: int) -> None:
+        """Whether `world_size` ranks make this mesh.
+
+        Raises:
+            UserError: they do not; says how many would.
+        """
+        pp, tp, hdp = self.pp_size, self.tp_size, self.hdp_size
+        ranks = f"{world_size} rank{'s' * (world_size != 1)}"
+        needed = pp * tp * (hdp or 1)
+        _require(
+            hdp is None or needed == world_size,
+            f"pp_size * tp_size * hdp_size = {pp} * {tp} * {hdp} = {needed}, but the world has {ranks}: start {needed} "
+            f"(--nproc {needed}) or change [parallel]",
+        )
+        _require(
+            world_size % (pp * tp) == 0,
+            f"a world of {ranks} cannot be cut into pp_size * tp_size = {pp} * {tp}: start a multiple of {pp * tp}",
+        )
+
 
 @dataclass(frozen=True)
 class PlanConfig:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from bytescale.launch.failure import complaint
@@ -76,10 +77,9 @@ class Child:
 
     def _collect(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        try:
+        # Not there when the child died before it led a group, or when nothing else is in it.
+        with suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
-        except OSError:
-            pass  # the child died before it led a group, or nothing else is in it
         self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         self.take_output()
         os.close(self.report_fd)
@@ -163,27 +163,23 @@ def _outcome(main: Callable[[], int | None], report_fd: int) -> int:
         os.write(report_fd, found.to_json().encode())
         code = found.exit_code
     for stream in (sys.stdout, sys.stderr):
-        try:
+        # Its reader may be gone.
+        with suppress(OSError):
             stream.flush()
-        except OSError:
-            pass  # its reader is gone
     return code
 
 
 def _arrived(fd: int) -> bytes:
     """All bytes in a pipe."""
     found = b""
-    try:
+    with suppress(BlockingIOError):
         while data := os.read(fd, 65_536):
             found += data
-    except BlockingIOError:
-        pass
     return found
 
 
 def _write_errors(data: bytes) -> None:
-    try:
+    """Pass on to our own standard error, whose reader may be gone."""
+    with suppress(OSError):
         while data:
             data = data[os.write(2, data) :]
-    except OSError:
-        pass  # the reader of our standard error is gone

@@ -152,7 +152,8 @@ def _supervise(children: Sequence[Child], received: list[int], stop_patience_s: 
 def _pass_output(running: Sequence[Child]) -> None:
     """Pass on what arrives within a moment; the end of a child closes its pipes and so ends the wait."""
     ready, _, _ = select.select([fd for child in running for fd in child.pipes], [], [], _TICK_S)
-    if ready and not any([child.take_output() for child in running]):
+    arrived = [child.take_output() for child in running]
+    if ready and not any(arrived):
         # Pipes close a little before their process has ended.
         time.sleep(_TICK_S / 50)
 

@@ -41,6 +41,6 @@ def _serve(listener: socket.socket, port: int) -> None:
 
 
 def _loopback_transport() -> dict[str, str]:
-    """gloo's sockets on the loopback interface too, where it has the name that it has on Linux."""
+    """Sockets of gloo on the loopback interface too, where it has the name that it has on Linux."""
     names = {name for _, name in socket.if_nameindex()}
     return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names else {}

@@ -24,7 +24,8 @@ from bytescale.report import Progress, StepLine, write_summary
 from bytescale.runtime.attention.kernels import AttentionKernel, select_kernel
 from bytescale.runtime.fsdp import TORCH_DTYPES, clip_gradients, gradient_norm, shard_model
 from bytescale.runtime.model.checks import probe
-from bytescale.runtime.model.decoder import LossModel, build_decoder
+from bytescale.runtime.model.decoder import LossModel, build_decoder, import_architecture
+from bytescale.runtime.model.hf_config import load_config
 from bytescale.runtime.model.stages import cut_to_stage
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.p2p import collective, first_line
@@ -52,6 +53,15 @@ def check(config: Config, world_size: int) -> None:
         UserError: the run cannot work; one line.
     """
     prepare(config, world_size)
+
+
+def preload(config: Config) -> None:
+    """Import what ranks of this run need, without computing, so that ranks forked from this process share it.
+
+    Raises:
+        UserError: the model's configuration cannot work.
+    """
+    import_architecture(load_config(config.model, config.data.max_context))
 
 
 def run(config: Config) -> None:

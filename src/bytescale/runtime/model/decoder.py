@@ -9,6 +9,8 @@ Shapes: T rows of the micro-batch, no padding, no batch dimension outside this f
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -127,6 +129,14 @@ def register_attention() -> None:
     """Make `attn_implementation="bytescale"` known to Transformers; calling it again changes nothing."""
     AttentionInterface.register("bytescale", _attention)
     AttentionMaskInterface.register("bytescale", _no_mask)
+
+
+def import_architecture(config: Any) -> None:
+    """Import the code of a Hugging Face configuration's model, which `build_decoder` would import otherwise."""
+    module = type(config).__module__.replace("configuration_", "modeling_")
+    # An architecture without code of that name is for `build_decoder` to complain about.
+    with suppress(ImportError):
+        import_module(module)
 
 
 def build_decoder(model: ModelConfig, config: Any, seed: int) -> Any:
