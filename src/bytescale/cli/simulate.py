@@ -45,7 +45,9 @@ from bytescale.trace import write_trace
 @click.option("--bare", is_flag=True, help="Micro-batches alone: no collectives, no transfers between stages.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome/Perfetto trace of --trace-ranks.")
 @click.option("--trace-ranks", default="0-7", show_default=True, help="Ranks of trace and plot, such as 0-3,8.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the timeline here (.png, .svg).")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Draw the timeline here (.png, .svg); needs bytescale[report]."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")
 def simulate_command(
     plan_file: Path | None,

@@ -1,0 +1,26 @@
+"""What the pages show is what the program gives."""
+
+import re
+from pathlib import Path
+
+from bytescale.cost import preset_cost
+from bytescale.plan import plan_from_text
+from bytescale.plan.validate import validate
+from bytescale.planner import make_plan, make_problem
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_the_picture_of_the_idea_shows_real_plans() -> None:
+    text = (DOCS / "concepts.md").read_text()
+    static, balance, best = re.findall(r"```\n(.*?)```", text, flags=re.DOTALL)[:3]
+    head = "".join(static.splitlines(keepends=True)[:2])
+    lengths = plan_from_text(static).lengths
+    problem = make_problem(lengths, hdp_size=6, tokens_per_rank=8192, cost=preset_cost(), offload="off")
+    for strategy, shown in (("static", static), ("hdp-balance", head + balance), ("best", head + best)):
+        plan = plan_from_text(shown)
+        validate(plan)
+        assert plan.pieces == make_plan(problem, strategy).pieces
+        predicted = make_plan(problem, strategy).predicted
+        assert predicted is not None
+        assert f"{predicted.step_time_s:.2f} s" in text
