@@ -26,7 +26,7 @@ from pathlib import Path
 def check(config, world_size):
     from bytescale.errors import UserError
     print(f"check {world_size}", flush=True)
-    if config.plan.strategy == "unsound":
+    if config.data.text_field == "unsound":
         raise UserError("the data\\nis empty")
 
 def preload(config):
@@ -34,14 +34,14 @@ def preload(config):
 
 def run(config):
     from bytescale.errors import CommunicationError, UserError
-    rank, what = int(os.environ.get("RANK", 0)), config.plan.strategy
+    rank, what = int(os.environ.get("RANK", 0)), config.data.text_field
     directory = Path(config.run.dir)
     directory.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         line = {"step": 2, "loss": 1.5, "cp_degree_max": 1}
         (directory / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
     (directory / f"rank{rank}").write_text(str(os.getpid()))
-    if what == "ok":
+    if what == "text":
         from bytescale.report import RunSummary, write_summary
         if rank == 0:
             summary = RunSummary(2, 80, 4, 2.5, 1.5, 10.0, 1, 2, ((1, 4),), 0, 0, 8.0)
@@ -62,19 +62,15 @@ def run(config):
 
 trainer = types.ModuleType("bytescale.train.trainer")
 trainer.check, trainer.preload, trainer.run = check, preload, run
-package = types.ModuleType("bytescale.train")
-package.trainer = trainer
-sys.modules["bytescale.train"], sys.modules["bytescale.train.trainer"] = package, trainer
+sys.modules["bytescale.train.trainer"] = trainer
 """
 CONFIG = """
 [model]
-preset = "tiny"
+preset = "llama-tiny"
 [data]
 source = "python-stdlib"
 [batch]
 tokens = 4096
-[plan]
-strategy = "ok"
 """
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -140,6 +136,42 @@ def test_bad_input_is_one_line(
     assert result.stdout == ""
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules |= dict.fromkeys(("torch", "transformers", "tokenizers", "pyarrow"))
+from bytescale import cli
+for words in sys.stdin.read().splitlines():
+    code = cli.main(["train", "run.toml", "--nproc", "4", *words.split()])
+    print(code, file=sys.stderr)
+"""
+
+MISTAKES = {
+    "--train.stpes 2": "unknown key train.stpes; did you mean 'steps'?",
+    "--train.steps x": 'train.steps must be an integer, not the string "x"',
+    "--model.preset llama-tyni": "model.preset = 'llama-tyni' is unknown; did you mean 'llama-tiny'?",
+    "--model.path nowhere": "model.path = {here}/nowhere holds no config.json",
+    "--data.source jsonl --data.path none.jsonl": "data.path = {here}/none.jsonl does not exist",
+    "--data.tokenizer none.json": '{here}/none.json" does not exist',
+    "--plan.strategy bets": "unknown plan.strategy 'bets'; did you mean 'best'?",
+    "--plan.profile none.json": "cannot read profile {here}/none.json",
+    "--parallel.pp_size 3": "a world of 4 ranks cannot be cut into pp_size * tp_size = 3 * 1",
+    "--run.dir used": "run.dir = {here}/used holds the results of an earlier run",
+    "--run.dir run.toml": "cannot be written",
+}
+
+
+def test_quick_mistakes_are_answered_without_torch(run: Callable[..., object], tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "metrics.jsonl").write_text('{"step": 1}\n')
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(MISTAKES), capture_output=True, text=True, cwd=tmp_path
+    )
+    lines = done.stderr.splitlines()
+    assert lines[1::2] == ["2"] * len(MISTAKES), done.stderr
+    for line, words in zip(lines[::2], MISTAKES.values(), strict=True):
+        assert line.startswith("bytescale: ") and words.format(here=tmp_path) in line
+
+
 def test_one_process(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     result = run("train", "run.toml", "--run.dir", "out")
     assert result.returncode == 0, result.stderr
@@ -157,24 +189,24 @@ def test_local_ranks(run: Callable[..., subprocess.CompletedProcess[str]], tmp_p
 
 
 def test_checks_come_before_ranks(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "unsound")
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--data.text_field", "unsound")
     assert complaint(result) == "the data is empty"
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_the_same_complaint_of_all_ranks_is_one_line(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "user")
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--data.text_field", "user")
     assert complaint(result) == "sequence 3 does not fit"
 
 
 def test_a_killed_rank_is_named(run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "kill")
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--data.text_field", "kill")
     pid = (tmp_path / "out" / "rank1").read_text()
     assert complaint(result, 1) == f"rank 1 (pid {pid}) was killed by SIGKILL after step 2"
 
 
 def test_a_full_disk_is_no_defect(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "full")
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--data.text_field", "full")
     assert complaint(result, 1) == "cannot write /x/y: No space left on device"
 
 
@@ -194,7 +226,7 @@ def test_ranks_that_torchrun_would_not_give(
 
 
 def test_a_defect_shows_its_traceback_once(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--plan.strategy", "crash")
+    result = run("train", "run.toml", "--nproc", "3", "--run.dir=out", "--data.text_field", "crash")
     assert result.returncode == 1
     assert result.stderr.count("Traceback") == 1 and "waited" not in result.stderr
     assert result.stderr.splitlines()[-1].startswith("bytescale: rank 1 (pid ")

@@ -19,6 +19,7 @@ from bytescale.errors import RunError, UserError
 from bytescale.files import shown
 from bytescale.launch import ignore_input, interruptible, run_apart, shared_threads, torchrun
 from bytescale.report import read_summary, summary_table, write_report
+from bytescale.train.checks import check_first
 
 
 @click.command(
@@ -47,7 +48,7 @@ def train(nproc: int | None, arguments: tuple[str, ...]) -> int:
 
 def _train_in_this_process(config: Config, world_size: int) -> int:
     """Alone, or as one rank of those that torchrun started."""
-    config.parallel.check_world_size(world_size)
+    check_first(config, world_size)
     ignore_input()
     trainer = _trainer()
     trainer.check(config, world_size)
@@ -56,7 +57,7 @@ def _train_in_this_process(config: Config, world_size: int) -> int:
 
 def _train_on_local_ranks(config: Config, nproc: int) -> int:
     """As the launcher of `nproc` ranks, which are copies of this process once it has imported what they need."""
-    config.parallel.check_world_size(nproc)
+    check_first(config, nproc)
     with shared_threads(nproc, config.train.compute_threads):
         trainer = _trainer()
         trainer.preload(config)

@@ -104,21 +104,33 @@ class FileTokenizer:
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint32), lengths
 
 
+def tokenizer_file(config: DataConfig) -> Path | None:
+    """The tokenizer.json of `config`, which is there; None for bytes.
+
+    Raises:
+        UserError: no such file, or an end token for bytes, which have their own.
+    """
+    if config.tokenizer in (None, BYTE_TOKENIZER):
+        if config.end_token is not None:
+            raise UserError("data.end_token does not apply to the byte tokenizer, which ends a document with id 256")
+        return None
+    assert config.tokenizer is not None
+    path = file_of(config.tokenizer)
+    if not path.is_file():
+        problem = "is no file" if path.exists() else "does not exist"
+        raise UserError(f'data.tokenizer = "{path}" {problem}; give "byte" or a tokenizer.json file')
+    return path
+
+
 def load_tokenizer(config: DataConfig) -> Tokenizer:
     """The tokenizer that `config.tokenizer` names: `byte`, a `tokenizer.json` file, or a directory that holds one.
 
     Raises:
         UserError: no such file, a broken file, a missing package, or no end token to be found.
     """
-    if config.tokenizer in (None, BYTE_TOKENIZER):
-        if config.end_token is not None:
-            raise UserError("data.end_token does not apply to the byte tokenizer, which ends a document with id 256")
+    path = tokenizer_file(config)
+    if path is None:
         return ByteTokenizer()
-    assert config.tokenizer is not None
-    path = file_of(config.tokenizer)
-    if not path.is_file():
-        problem = "is no file" if path.exists() else "does not exist"
-        raise UserError(f'data.tokenizer = "{path}" {problem}; give "byte" or a tokenizer.json file')
     library, content = _open_library(path)
     vocabulary: dict[str, int] = library.get_vocab(with_added_tokens=True)
     if not vocabulary:

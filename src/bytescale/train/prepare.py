@@ -16,14 +16,14 @@ from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec,
 from bytescale.cost.predict import stage_layers
 from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
 from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
-from bytescale.errors import UserError, counted, nearest
+from bytescale.errors import UserError, counted
 from bytescale.plan.memory import capacity_tokens
 from bytescale.plan.step_plan import StepPlan
-from bytescale.planner import STRATEGIES, make_plan, make_problem
+from bytescale.planner import make_plan, make_problem
 from bytescale.runtime.model.hf_config import load_config, model_shape
 from bytescale.runtime.model.stages import layer_ranges
+from bytescale.train.checks import check_first
 from bytescale.train.offload import check_offloading
-from bytescale.train.run_dir import check_run_dir
 
 Planner = Callable[[IntArray], StepPlan]
 
@@ -61,7 +61,7 @@ def prepare(config: Config, world_size: int) -> Prepared:
     Raises:
         UserError: anything in configuration, model or data that cannot work; one line.
     """
-    _check_supported(config)
+    check_first(config, world_size)
     tokenizer = load_tokenizer(config.data)
     model_config = load_config(config.model, config.data.max_context, tokenizer.end_id)
     check_vocab(tokenizer, model_config.vocab_size)
@@ -85,7 +85,6 @@ def prepare(config: Config, world_size: int) -> Prepared:
     _check_fits(config, dataset, -(-shape.num_layers // pp_size), hdp_size)
     # Finds what only the strategy knows, such as a context that no divisor of the ranks holds.
     _check_layout(prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]]))
-    check_run_dir(Path(config.run.dir), save_model=config.run.save_model, overwrite=config.run.overwrite)
     check_offloading(config)
     return prepared
 
@@ -148,13 +147,6 @@ def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) 
         return None
     shape = prepared.shape
     return attention_bytes(static, shape.kv_bytes_per_token, shape.num_layers, checkpointing)
-
-
-def _check_supported(config: Config) -> None:
-    if config.plan.strategy not in STRATEGIES:
-        raise UserError(f"unknown plan.strategy {config.plan.strategy!r}; {nearest(config.plan.strategy, STRATEGIES)}")
-    if config.parallel.tp_size != 1:
-        raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
 
 
 def _check_batch(config: Config, dataset: SequenceDataset) -> None:

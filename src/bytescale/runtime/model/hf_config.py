@@ -20,40 +20,8 @@ from bytescale.config.schema import ModelConfig
 from bytescale.cost.model import ModelShape
 from bytescale.errors import UserError, nearest
 from bytescale.runtime.model.checks import check_config, complaint
+from bytescale.runtime.model.origin import check_checkpoint, preset
 from bytescale.runtime.model.rotary import check_original, ignores_the_limit, sections
-
-_LLAMA = {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": True, "bos_token_id": None}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "llama-tiny": {
-        **_LLAMA,
-        "vocab_size": 272,
-        "hidden_size": 128,
-        "intermediate_size": 352,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "llama-125m": {
-        **_LLAMA,
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-    },
-    "llama-1b": {
-        **_LLAMA,
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-}
-"""Built-in configurations by name: the tiny one for trials on a CPU, two common sizes for GPUs."""
 
 _UNDECLARED = {"rope_theta", "rope_scaling", "head_dim"}
 """Keys that architectures read without declaring them in every configuration class."""
@@ -77,7 +45,7 @@ def load_config(model: ModelConfig, max_context: int, end_id: int | None = None)
     if model.path is not None:
         config = _config_of_checkpoint(Path(model.path))
     else:
-        table = model.config if model.config is not None else _preset(str(model.preset))
+        table = model.config if model.config is not None else preset(str(model.preset))
         config = _config_of_table(table, max_context, end_id)
     check_config(config, max_context)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -93,17 +61,8 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _preset(name: str) -> dict[str, Any]:
-    if name not in PRESETS:
-        raise UserError(f"model.preset = {name!r} is unknown; {nearest(name, PRESETS)}")
-    return PRESETS[name]
-
-
 def _config_of_checkpoint(path: Path) -> Any:
-    if not (path / "config.json").is_file():
-        raise UserError(f"model.path = {path} holds no config.json; give the directory of a Hugging Face checkpoint")
-    if not any(path.glob("*.safetensors")):
-        raise UserError(f"model.path = {path} holds no *.safetensors weights; other formats are not read")
+    check_checkpoint(path)
     _check_architecture(path)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

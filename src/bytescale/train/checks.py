@@ -1,0 +1,34 @@
+"""What can be refused at once, before torch is imported: a slip of the pen answers within half a second.
+
+Cost: one listing of the data's files; nothing is read but a profile.
+"""
+
+from pathlib import Path
+
+from bytescale.config.schema import Config
+from bytescale.cost.profile import read_profile
+from bytescale.data.sources import open_source
+from bytescale.data.tokenizers import tokenizer_file
+from bytescale.errors import UserError, nearest
+from bytescale.planner import STRATEGIES
+from bytescale.runtime.model.origin import check_origin
+from bytescale.train.run_dir import check_run_dir
+
+
+def check_first(config: Config, world_size: int) -> None:
+    """Whether names, paths, mesh and run directory of `config` can work; makes the run directory when they can.
+
+    Raises:
+        UserError: one of them cannot.
+    """
+    if config.plan.strategy not in STRATEGIES:
+        raise UserError(f"unknown plan.strategy {config.plan.strategy!r}; {nearest(config.plan.strategy, STRATEGIES)}")
+    if config.parallel.tp_size != 1:
+        raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
+    config.parallel.check_world_size(world_size)
+    check_origin(config.model)
+    tokenizer_file(config.data)
+    open_source(config.data)
+    if config.plan.profile is not None:
+        read_profile(Path(config.plan.profile))
+    check_run_dir(Path(config.run.dir), save_model=config.run.save_model, overwrite=config.run.overwrite)
