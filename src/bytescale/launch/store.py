@@ -33,7 +33,7 @@ def rendezvous() -> Iterator[dict[str, str]]:
 
 
 def _serve(listener: socket.socket, port: int) -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     while store is not None:

@@ -124,7 +124,7 @@ def make_problem(
     cost: CostModel,
     context: int | None = None,
     pp_size: int = 1,
-    offload: Offload = "auto",
+    offload: str | float = "auto",
     seed: int = 0,
     rank_speed: Sequence[float] | npt.ArrayLike | None = None,
     allow_blocks: bool = False,

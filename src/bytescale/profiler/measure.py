@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from bytescale.config.schema import ModelConfig
@@ -34,7 +35,6 @@ from bytescale.runtime.offload.tiers import Copy, Partition, Tier
 from bytescale.runtime.p2p import PeerToPeer
 from bytescale.runtime.transport import Message
 
-Tensor = torch.Tensor
 Table = dict[str, list[float]]
 
 MEASURED_LAYER = 1

@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bytescale.plan.order import BACKWARD, FORWARD
 from bytescale.runtime.attention.ring import AttentionContext
@@ -29,7 +30,6 @@ from bytescale.runtime.p2p import Transfer
 from bytescale.runtime.transport import Message
 from bytescale.runtime.world import World
 
-Tensor = torch.Tensor
 Operation = tuple[int, int]
 """(micro_batch, FORWARD | BACKWARD)."""
 

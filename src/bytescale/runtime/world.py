@@ -110,7 +110,7 @@ def open_world(comm_timeout_s: float, pp_size: int = 1) -> Iterator[World]:
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=None if launched else dist.HashStore(),
+            store=None if launched else dist.HashStore(),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
             timeout=timeout,

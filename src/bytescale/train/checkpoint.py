@@ -69,7 +69,8 @@ def _write(decoder: Any, state: dict[str, torch.Tensor], target: Path, config: C
 
 def _tokenizer_files(config: Config) -> list[Path]:
     """What belongs to the tokenizer, from the checkpoint that was trained on or from beside the tokenizer file."""
-    if config.data.tokenizer != "byte":
+    if config.data.tokenizer not in (None, "byte"):
+        assert config.data.tokenizer is not None
         directory = Path(config.data.tokenizer)
         directory = directory if directory.is_dir() else directory.parent
     elif config.model.path is not None:

@@ -6,7 +6,7 @@ P2P happens there. Losses are sums over targets; `reduce` divides by the targets
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -171,9 +171,10 @@ def _offload_spans(report: OffloadReport, rank: int) -> list[Span]:
     ]
 
 
-def _to_device(micro_batch: TokenMicroBatch, device: torch.device) -> Sequence[torch.Tensor]:
+def _to_device(micro_batch: TokenMicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     columns = (micro_batch.input_ids, micro_batch.labels, micro_batch.position_ids)
-    return [torch.from_numpy(column).to(device, non_blocking=True) for column in columns]
+    ids, labels, positions = (torch.from_numpy(column).to(device, non_blocking=True) for column in columns)
+    return ids, labels, positions
 
 
 def check_same_plan(world: World, data: StepData) -> None:
@@ -201,5 +202,5 @@ def plan_digest(plan: StepPlan) -> int:
     columns = (pieces.sequence, pieces.rank, pieces.micro_batch, pieces.cp_degree, pieces.cp_index, pieces.token_begin)
     for column in (plan.lengths, *columns):
         if column is not None:
-            hasher.update(column)
+            hasher.update(column.data)
     return int.from_bytes(hasher.digest(), "little") >> 1

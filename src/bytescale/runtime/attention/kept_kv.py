@@ -15,11 +15,9 @@ Shapes: N rows of a chunk on this rank, G key/value heads, D head size.
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from bytescale.runtime.attention.work import KeptRows
-
-Tensor = torch.Tensor
 
 
 @dataclass

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from bytescale.errors import UserError
 from bytescale.runtime.attention.work import Block
-
-Tensor = torch.Tensor
 
 
 class AttentionKernel(Protocol):

@@ -25,14 +25,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bytescale.runtime.attention.kept_kv import KeptKv
 from bytescale.runtime.attention.kernels import AttentionKernel
 from bytescale.runtime.attention.work import AttentionWork, Block, Parcel, RingStep
 from bytescale.runtime.p2p import PeerToPeer, Transfer
 from bytescale.runtime.transport import Message
-
-Tensor = torch.Tensor
 
 
 class AttentionContext:
@@ -79,13 +78,13 @@ def distributed_attention(
     """
     if q_THD.shape[0] != context.work.num_tokens:
         raise ValueError(f"micro-batch has {context.work.num_tokens} tokens, attention was given {q_THD.shape[0]}")
-    out: Tensor = _RingAttention.apply(q_THD, k_TGD, v_TGD, context, scale, layer)
+    out: Tensor = _RingAttention.apply(q_THD, k_TGD, v_TGD, context, scale, layer)  # type: ignore[no-untyped-call]
     return out
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float, layer: int
     ) -> Tensor:
         for rows in context.work.stored:
@@ -97,7 +96,7 @@ class _RingAttention(torch.autograd.Function):
         return out_THD
 
     @staticmethod
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGD, out_THD, lse_TH = ctx.saved_tensors
         context, num_tokens = ctx.context, k_TGD.shape[0]
         k_SGD, v_SGD = _source(k_TGD, v_TGD, context, ctx.layer)

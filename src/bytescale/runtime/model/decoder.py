@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -25,8 +25,6 @@ from bytescale.runtime.attention.ring import AttentionContext, distributed_atten
 from bytescale.runtime.model.checks import check_attention_call, complaint
 from bytescale.runtime.model.hf_config import quiet_transformers
 from bytescale.runtime.model.loss import token_loss_sum
-
-Tensor = torch.Tensor
 
 
 class LossModel(nn.Module):

@@ -8,6 +8,8 @@ torch's chunked `linear_cross_entropy` never holds the logits of the whole micro
 in bf16 is wrong in the fourth digit, so for 16-bit types the losses are taken per token and summed in fp32.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch.nn import LinearCrossEntropyOptions
@@ -34,7 +36,7 @@ def token_loss_sum(hidden_TE: torch.Tensor, head_VE: torch.Tensor, labels_T: tor
             options=LinearCrossEntropyOptions(),
         )
     # On CPU the default policy multiplies 16-bit matrices several times slower than this one.
-    policy = "accurate" if hidden_TE.device.type == "cpu" else "auto"
+    policy: Literal["accurate", "auto"] = "accurate" if hidden_TE.device.type == "cpu" else "auto"
     loss_T = F.linear_cross_entropy(
         hidden_TE,
         head_VE,

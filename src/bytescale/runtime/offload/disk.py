@@ -24,9 +24,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from bytescale.errors import UserError
-from bytescale.runtime.offload.tiers import Copy, Direction, OffloadError, Partition, Range, Stash, Tensor
+from bytescale.runtime.offload.tiers import Copy, Direction, OffloadError, Partition, Range, Stash
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -201,14 +202,14 @@ class DiskTier:
 
     def write(self, source: Bytes, ranges: tuple[Range, ...], offset: int) -> None:
         for begin, end in ranges:
-            view = memoryview(source[begin:end])
+            view = source[begin:end].data
             while len(view):
                 written = os.pwrite(self._descriptor, view, offset)
                 view, offset = view[written:], offset + written
 
     def read(self, target: Bytes, ranges: tuple[Range, ...], offset: int) -> None:
         for begin, end in ranges:
-            view = memoryview(target[begin:end])
+            view = target[begin:end].data
             while len(view):
                 num_read = os.preadv(self._descriptor, [view], offset)
                 if not num_read:

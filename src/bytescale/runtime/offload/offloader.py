@@ -25,14 +25,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bytescale.plan.memory import NUM_RESIDENT_LAYERS
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.offload.tiers import Copy, LeavingRows, Stash, Tier, leaving_rows, partition
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ class _MicroBatch:
             layer,
             entry=entry,
             dtype=tensor.dtype,
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             shape=tensor.shape,
             stride=tensor.stride(),
         )
@@ -273,7 +272,7 @@ class _MicroBatch:
         if not cut.leaving_bytes:
             return None
         storage = tensor.untyped_storage()
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         stash = self._tier.store(source, cut)
         if stash is None:
             self._offloader.decline(cut.leaving_bytes)
@@ -309,4 +308,4 @@ def _unpack(saved: _Saved) -> Tensor:
     assert saved.entry is not None
     storage = saved.micro_batch.fetch(saved.entry)
     restored = torch.empty(0, dtype=saved.dtype, device=storage.device)
-    return restored.set_(storage, saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload]
+    return restored.set_(storage, saved.offset, saved.shape, saved.stride)

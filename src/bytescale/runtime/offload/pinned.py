@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bytescale.runtime.offload.tiers import Copy, Direction, Partition, Range, Stash, Tensor
+from bytescale.runtime.offload.tiers import Copy, Direction, Partition, Range, Stash
 
 _ROUNDING_BYTES = 1 << 20
 

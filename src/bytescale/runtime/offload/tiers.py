@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
 Range = tuple[int, int]
 Direction = Literal["out", "in"]
 
