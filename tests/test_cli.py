@@ -25,7 +25,8 @@ from pathlib import Path
 
 def check(config, world_size):
     from bytescale.errors import UserError
-    print(f"check {world_size}", flush=True)
+    from bytescale.report.output import say
+    say(f"check {world_size}")
     if config.data.text_field == "unsound":
         raise UserError("the data\\nis empty")
 
@@ -177,6 +178,22 @@ def test_one_process(run: Callable[..., subprocess.CompletedProcess[str]], tmp_p
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("check 1") == 1
     assert "loss first / last" in result.stdout and "2.5000 / 1.5000" in result.stdout
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("streams", ["closed pipe", "no streams"])
+def test_a_run_goes_on_when_nobody_reads(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, nproc: int, streams: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = f"exec {sys.executable} -m bytescale train run.toml --nproc {nproc} --run.dir=out"
+    words += " <&- >&- 2>&-" if streams == "no streams" else " 2>&1"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(["bash", "-c", words], stdout=writer, cwd=tmp_path, env=environment)
+    os.close(writer)
+    assert done.returncode == 0
     assert (tmp_path / "out" / "report.html").exists()
 
 

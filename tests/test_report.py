@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -27,6 +28,7 @@ from bytescale.report import (
     write_report,
     write_summary,
 )
+from bytescale.report.output import say
 from bytescale.report.run_report import read_metrics
 from bytescale.report.svg import MAX_POINTS, Series, bar_chart, line_chart, nice_ticks, thinned, timeline
 from bytescale.trace import span_between, write_trace
@@ -294,3 +296,17 @@ def test_thinning_keeps_the_extremes(values: list[float]) -> None:
 )
 def test_units(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_a_run_outlives_the_reader_of_its_output() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        say("read", stream)
+        os.close(reader)
+        with Progress(2, stream=stream) as progress:
+            progress.note("not read")
+            progress.note("x" * 100_000)
+        say("nor this", stream)
+    # Neither these lines nor closing the stream failed; what is no closed pipe still does.
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as full:
+        say("lost", full)

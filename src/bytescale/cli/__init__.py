@@ -16,6 +16,7 @@ import click
 from bytescale import __version__
 from bytescale.errors import Interrupted, UserError, nearest
 from bytescale.launch import complaint, torchrun
+from bytescale.report.output import say, silence
 
 _COMMANDS = {
     "train": ("bytescale.cli.train", "Train a model on sequences of mixed length."),
@@ -63,16 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after the program's name; None takes those of this process.
     """
+    _open_standard_streams()
     try:
         result = bytescale.main(args=arguments, prog_name="bytescale", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BrokenPipeError:
-        # The reader of our output (head, less) went away: end quietly, also when Python flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of a listing (head, less) went away: end quietly. A training run goes on, see `say`.
+        silence(sys.stdout)
         return 1
     except Interrupted as error:
-        click.echo(f"bytescale: {error}", err=True)
+        if str(error):
+            say(f"bytescale: {error}", sys.stderr)
         return 128 + error.signal_number
     except (KeyboardInterrupt, click.Abort):
         return 130
@@ -82,16 +85,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error)
 
 
+def _open_standard_streams() -> None:
+    """Whoever started us may have closed them; their numbers must not be given to files of ours."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 def _fail(error: Exception) -> int:
     """Say what went wrong."""
     found = complaint(error)
     torchrun.leave_error(found)
     if found.traceback:
-        click.echo(found.traceback.rstrip(), err=True)
+        say(found.traceback.rstrip(), sys.stderr)
     else:
         rank = os.environ.get("RANK", "0")
         whose = "" if rank == "0" or found.kind == "peer" else f"rank {rank}: "
-        click.echo(f"bytescale: {whose}{found.message}", err=True)
+        say(f"bytescale: {whose}{found.message}", sys.stderr)
     if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,12 +1,12 @@
 """Local ranks of a command: started, and their failure shown."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import click
-
 from bytescale.config.schema import Config
 from bytescale.launch import RankFailure, describe, launch, rendezvous
+from bytescale.report.output import say
 
 
 def run_ranks(nproc: int, main: Callable[[], int | None], config: Config) -> RankFailure | None:
@@ -30,6 +30,6 @@ def show_failure(failure: RankFailure | None) -> int:
     if failure is None:
         return 0
     if failure.traceback:
-        click.echo(failure.traceback.rstrip(), err=True)
-    click.echo(f"bytescale: {describe(failure)}", err=True)
+        say(failure.traceback.rstrip(), sys.stderr)
+    say(f"bytescale: {describe(failure)}", sys.stderr)
     return 2 if failure.kind == "user" else 1

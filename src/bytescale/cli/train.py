@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from bytescale.cli.ranks import run_ranks, show_failure
 from bytescale.config.schema import Config
@@ -19,6 +18,7 @@ from bytescale.errors import RunError, UserError
 from bytescale.files import shown
 from bytescale.launch import ignore_input, interruptible, run_apart, shared_threads, torchrun
 from bytescale.report import read_summary, summary_table, write_report
+from bytescale.report.output import say, say_table
 from bytescale.train.checks import check_first
 
 
@@ -73,9 +73,9 @@ def _run(trainer: Any, config: Config) -> int:
     trainer.run(config)
     if os.environ.get("RANK", "0") == "0":
         run_dir = Path(config.run.dir)
-        Console(highlight=False).print(summary_table(read_summary(run_dir / "summary.json")))
+        say_table(summary_table(read_summary(run_dir / "summary.json")))
         try:
-            click.echo(f"report: {shown(write_report(run_dir))}")
+            say(f"report: {shown(write_report(run_dir))}")
         except OSError as error:
             raise RunError(f"cannot write {run_dir / 'report.html'}: {error.strerror}") from error
     return 0

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from bytescale.launch.failure import complaint
+from bytescale.launch.signals import ENDING_SIGNALS
 
 _ERRORS_KEPT_BYTES = 16_384
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -43,6 +44,12 @@ class Child:
     errors: bytearray = field(default_factory=bytearray)
     exit_code: int | None = None
     ended_by_us: bool = False
+
+    @property
+    def stopped_by(self) -> int:
+        """The signal on whose request it ended in good order, with 128 + that number; 0 if it did not."""
+        number = (self.exit_code or 0) - 128
+        return number if number in ENDING_SIGNALS else 0
 
     @property
     def pipes(self) -> tuple[int, int]:

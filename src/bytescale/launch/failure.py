@@ -110,7 +110,8 @@ def failure_of(rank: int | None, pid: int, exit_code: int, report: bytes, errors
     """
     found = read_complaint(report)
     if found is not None:
-        return RankFailure(rank, pid, found.kind, exit_code, found.message, found.traceback)
+        # Also of a rank that was ended before it could leave by itself.
+        return RankFailure(rank, pid, found.kind, found.exit_code, found.message, found.traceback)
     if exit_code >= 0:
         return RankFailure(rank, pid, "user" if exit_code == 2 else "exception", exit_code)
     watchdog = _WATCHDOG.search(errors) if exit_code == -signal.SIGABRT else None

@@ -69,8 +69,7 @@ def launch(
     with recorded() as received, _children(main, list(enumerate(environments))) as children:
         _supervise(children, received, stop_patience_s)
     last_step = _last_step(run_dir, started_s)
-    if received:
-        raise Interrupted(received[0], f"ended by {signal_name(received[0])} {after_step(last_step)}")
+    _raise_interrupted(children, received, after_step(last_step))
     return _cause(children, last_step)
 
 
@@ -85,8 +84,7 @@ def run_apart(main: Callable[[], None]) -> RankFailure | None:
     """
     with recorded() as received, _children(main, [(None, {})]) as children:
         _supervise(children, received, stop_patience_s=0.0)
-    if received:
-        raise Interrupted(received[0], f"ended by {signal_name(received[0])}")
+    _raise_interrupted(children, received, "before the ranks started")
     return _cause(children, None)
 
 
@@ -158,12 +156,21 @@ def _pass_output(running: Sequence[Child]) -> None:
         time.sleep(_TICK_S / 50)
 
 
+def _raise_interrupted(children: Sequence[Child], received: Sequence[int], when: str) -> None:
+    """Raise `Interrupted` if a signal ended the run; without a message if all ranks could end in good order."""
+    stopped = [child.stopped_by for child in children if child.stopped_by]
+    if received and not all(child.exit_code == 0 or child.stopped_by for child in children):
+        raise Interrupted(received[0], f"ended by {signal_name(received[0])} {when}")
+    if received or (stopped and not _failures(children)):
+        raise Interrupted([*received, *stopped][0], "")
+
+
 def _failures(children: Sequence[Child]) -> list[RankFailure]:
-    """Of children that ended by themselves, or left a complaint before they were ended."""
+    """Of children that ended by themselves and not on request, or left a complaint before they were ended."""
     return [
         failure_of(child.rank, child.pid, child.exit_code, bytes(child.report), child.errors.decode(errors="replace"))
         for child in children
-        if child.exit_code and (child.report or not child.ended_by_us)
+        if child.exit_code and (child.report or not (child.ended_by_us or child.stopped_by))
     ]
 
 

@@ -8,12 +8,13 @@ from types import FrameType
 from bytescale.errors import Interrupted
 from bytescale.launch.failure import signal_name
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""What asks a process to end."""
 
 
 def ending_signals() -> list[signal.Signals]:
     """The signals that ask this process to end, without those that it ignores."""
-    return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    return [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from bytescale.report import units
+from bytescale.report.output import say, silence
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,11 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print any other line."""
-        if self._bar is not None:
+        if self._bar is None:
+            say(text, self._stream)
+            return
+        try:
             self._bar.console.print(text, markup=False, soft_wrap=True)
-        else:
-            print(text, file=self._stream, flush=True)
+        except OSError:
+            # The terminal hung up.
+            silence(self._stream)
