@@ -10,16 +10,17 @@ from bytescale.cost.predict import lower_bound_s
 from bytescale.errors import UserError
 from bytescale.plan.validate import validate
 from bytescale.planner import plan as make_plan
-from bytescale.reproduction import beyond, systems
-from bytescale.reproduction.beyond import run_strategy
+from bytescale.reproduction import systems
 from bytescale.reproduction.calibration import paper_cluster, read_calibration
-from bytescale.reproduction.case_study import figure_18, figure_20
 from bytescale.reproduction.catalogue import FIGURES
-from bytescale.reproduction.offloading import figure_21
+from bytescale.reproduction.figures import beyond
+from bytescale.reproduction.figures.beyond import run_strategy
+from bytescale.reproduction.figures.case_study import figure_18, figure_20
+from bytescale.reproduction.figures.offloading import figure_21
+from bytescale.reproduction.figures.small_figures import figure_4, figure_5, figure_6
+from bytescale.reproduction.figures.throughput import MODELS
 from bytescale.reproduction.published import published
-from bytescale.reproduction.small_figures import figure_4, figure_5, figure_6
 from bytescale.reproduction.systems import folded_static, paper_workload
-from bytescale.reproduction.throughput import MODELS
 from bytescale.simulator import simulate
 
 K = 1024

@@ -1,6 +1,6 @@
 """`bytescale reproduce [FIGURE]`: the published figures beside ours, as tables, CSV, pictures and the page of the docs.
 
-The simulator does not know the planner; this command hands it over. Everything is seeded: the same version gives the
+Everything is seeded: the same version gives the
 same numbers.
 """
 
@@ -19,9 +19,9 @@ from bytescale.errors import UserError, nearest
 from bytescale.files import write_text_atomically
 from bytescale.reproduction.calibration import CALIBRATION_FILE
 from bytescale.reproduction.catalogue import FIGURES, Request
-from bytescale.reproduction.page import reproduction_page
-from bytescale.reproduction.page_rows import rows_table
-from bytescale.reproduction.plots import draw_figure
+from bytescale.reproduction.page.document import reproduction_page
+from bytescale.reproduction.page.plots import draw_figure
+from bytescale.reproduction.page.tables import rows_table
 from bytescale.reproduction.rows import Row
 from bytescale.reproduction.systems import NUM_BATCHES
 
@@ -60,7 +60,7 @@ def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None
     if as_json:
         click.echo(json.dumps([row.to_dict() for name in names for row in rows[name]]))
         return
-    click.echo(f"constants: {CALIBRATION_FILE}; published figures: src/bytescale/simulator/published.toml")
+    click.echo(f"constants: {CALIBRATION_FILE}; published figures: src/bytescale/reproduction/published.toml")
 
 
 @contextmanager

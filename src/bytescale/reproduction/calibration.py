@@ -18,7 +18,7 @@ from bytescale.cost.presets import MODELS
 from bytescale.errors import UserError, nearest
 from bytescale.simulator.overheads import StepOverheads
 
-CALIBRATION_FILE = "src/bytescale/simulator/calibration.toml"
+CALIBRATION_FILE = "src/bytescale/reproduction/calibration.toml"
 """Where a reader of the repository finds the constants."""
 
 _MS = 1e-3

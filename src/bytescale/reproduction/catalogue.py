@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from bytescale.reproduction.beyond import scaling, strategy_table
-from bytescale.reproduction.case_study import figure_18, figure_19, figure_20
-from bytescale.reproduction.offloading import figure_21
+from bytescale.reproduction.figures.beyond import scaling, strategy_table
+from bytescale.reproduction.figures.case_study import figure_18, figure_19, figure_20
+from bytescale.reproduction.figures.offloading import figure_21
+from bytescale.reproduction.figures.small_figures import figure_4, figure_5, figure_6
+from bytescale.reproduction.figures.throughput import figure_17
 from bytescale.reproduction.rows import Row
-from bytescale.reproduction.small_figures import figure_4, figure_5, figure_6
 from bytescale.reproduction.systems import NUM_BATCHES
-from bytescale.reproduction.throughput import figure_17
 
 Progress = Callable[[str], None]
 

@@ -1,7 +1,7 @@
 """The page `docs/reproduction.md`: tables, pictures, what agrees, what does not and the likely reason.
 
 Numbers in the text are computed from the rows; judgements stand in
-`reproduction_notes.toml` and hold for the constants of the file.
+`notes.toml` and hold for the constants of the file.
 Invariant: the same rows give the same page.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from bytescale.reproduction.calibration import CALIBRATION_FILE, constant, paper_cluster, read_calibration
-from bytescale.reproduction.page_rows import rows_markdown
+from bytescale.reproduction.figures.throughput import MODELS, orders_that_fail
+from bytescale.reproduction.page.tables import rows_markdown
 from bytescale.reproduction.rows import Row, geometric_error
-from bytescale.reproduction.throughput import MODELS, orders_that_fail
 
 Rows = Mapping[str, Sequence[Row]]
 
@@ -55,8 +55,8 @@ def reproduction_page(rows: Rows, num_batches: int) -> str:
 
 
 def _words() -> dict[str, Any]:
-    """What is not computed, from `reproduction_notes.toml`."""
-    return tomllib.loads(resources.files("bytescale.reproduction").joinpath("notes.toml").read_text("utf-8"))
+    """What is not computed, from `notes.toml`."""
+    return tomllib.loads(resources.files("bytescale.reproduction.page").joinpath("notes.toml").read_text("utf-8"))
 
 
 def _title(name: str) -> str:

@@ -1,0 +1,1 @@
+"""The figures: each module computes rows of ours beside the published numbers."""

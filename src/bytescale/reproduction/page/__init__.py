@@ -1,0 +1,1 @@
+"""The reproduction for readers: tables, pictures and the page of the docs."""
