@@ -14,7 +14,7 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.zigzag import piece_positions
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import full_gradients, shard_model
-from bytescale.runtime.model.decoder import LossModel, build_decoder
+from bytescale.runtime.model.decoder import LossModel, build_decoder, recompute_layers
 from bytescale.runtime.model.hf_config import load_config
 from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
 from bytescale.runtime.p2p import PeerToPeer
@@ -149,7 +149,7 @@ def train_step(
     ends = {"is_first": world.stage == 0, "is_last": world.stage == plan.pp_size - 1}
     cut_to_stage(decoder, layers, **ends)
     if checkpointing:
-        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_layers(decoder)
     model = LossModel(decoder, **ends)
     shard_model(model, world.group, world.device, dtype)
     data = step_data(plan, world.hdp_rank, masked)

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import full_gradients, shard_model
-from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.model.decoder import LossModel, recompute_layers
 from bytescale.runtime.offload.disk import DiskTier
 from bytescale.runtime.offload.offloader import Offloader, OffloadReport, _Entry
 from bytescale.runtime.offload.tiers import LeavingRows, Partition, leaving_rows, partition
@@ -42,7 +42,7 @@ def compare(ranks: Ranks, directory: str, dtype: torch.dtype, checkpointing: boo
     """(ratio, first gradient that differs, bytes out, bytes in) of every ratio, over three AdamW steps each."""
     decoder = small_decoder("llama", num_hidden_layers=NUM_LAYERS).train()
     if checkpointing:
-        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_layers(decoder)
     model, world = LossModel(decoder), world_of(ranks)
     shard_model(model, world.group, world.device, dtype)
     weights = [p.detach().clone() for p in model.parameters()]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import load_file
 
 CONFIG = """
 [model.config]
@@ -76,3 +77,10 @@ def train(*arguments: object, timeout_s: float = 110.0) -> subprocess.CompletedP
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run_dir: Path) -> dict[str, Any]:
+    """The tensors of the saved model, from however many files."""
+    return {
+        name: tensor for file in (run_dir / "model").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }

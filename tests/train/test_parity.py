@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from bytescale.config.schema import Config
 from bytescale.config.toml import load_config
@@ -21,7 +20,7 @@ from bytescale.train.step import run_step
 from bytescale.train.trainer import build_model
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import world_of
-from tests.train.runs import metrics, train, write_run
+from tests.train.runs import metrics, train, weights, write_run
 
 STRATEGIES = ["static", "hdp-naive", "hdp-balance", "best", "megatron-hybrid", "megatron-dynamic", "flexible-cp"]
 ON_THE_COMMAND_LINE = [
@@ -62,7 +61,7 @@ def test_command_line_losses_agree(config_path: Path, alone: Path, nproc: int, s
     # 600 tokens need 2 ranks of 300; `static` takes the least divisor of the ranks that is at least that.
     if strategy != "best":
         assert max(step["cp_degree_max"] for step in found) == (3 if (strategy, nproc) == ("static", 3) else 2)
-    ours, theirs = (load_file(d / "model" / "model.safetensors") for d in (run_dir, alone))
+    ours, theirs = weights(run_dir), weights(alone)
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=5e-3 * float(weight.abs().max()))
 
@@ -78,7 +77,7 @@ def test_pipelines_agree_through_the_command_line(config_path: Path, alone: Path
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert found[-1]["pp_bubble"] > 0
-    ours, theirs = (load_file(d / "model" / "model.safetensors") for d in (run_dir, alone))
+    ours, theirs = weights(run_dir), weights(alone)
     assert set(ours) == set(theirs)
 
 
@@ -166,10 +165,10 @@ def test_bf16_and_checkpointing_through_the_command_line(config_path: Path, alon
     run_dir = config_path.parent / "bf16"
     options = ["--train.dtype", "bfloat16", "--train.activation_checkpointing", "full", "--train.steps", 5]
     done = train(config_path, "--nproc", 3, "--run.dir", run_dir, *options)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     for ours, theirs in zip(metrics(run_dir)[:2], metrics(alone), strict=False):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=5e-3)
-    assert load_file(run_dir / "model" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert weights(run_dir)["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
 def test_a_saved_model_can_be_trained_further(config_path: Path, alone: Path) -> None:

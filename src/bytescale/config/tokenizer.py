@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from bytescale.config.schema import BYTE_TOKENIZER, Config
+from bytescale.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
 TRAINED_BY = "bytescale_tokenizer"
@@ -24,6 +25,19 @@ def settle_tokenizer(config: Config) -> Config:
     path = None if config.model.path is None else Path(config.model.path)
     tokenizer = BYTE_TOKENIZER if path is None else own_tokenizer(path)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=tokenizer))
+
+
+def check_tokenizer(config: Config) -> None:
+    """Whether `config` says which tokenizer is used.
+
+    Raises:
+        UserError: it trains a checkpoint that says nothing, and says nothing itself.
+    """
+    if config.data.tokenizer is None and config.model.path is not None:
+        raise UserError(
+            f"model.path = {config.model.path} brings no {TOKENIZER_FILE}; set data.tokenizer to the tokenizer that "
+            'trained it, or to "byte"'
+        )
 
 
 def own_tokenizer(checkpoint: Path) -> str | None:

@@ -29,11 +29,12 @@ from bytescale.profiler.measure import (
 )
 from bytescale.runtime.attention.kernels import select_kernel
 from bytescale.runtime.fsdp import TORCH_DTYPES
-from bytescale.runtime.model.hf_config import load_config, model_shape
+from bytescale.runtime.model.hf_config import model_shape
 from bytescale.runtime.offload.disk import check_directory
 from bytescale.runtime.p2p import collective
 from bytescale.runtime.world import World, open_world
 from bytescale.train.offload import open_tier
+from bytescale.train.prepare import model_and_tokenizer
 
 Points = dict[str, Table]
 
@@ -47,7 +48,7 @@ def measure(config: Config, longest: int, rounds: int) -> tuple[ModelShape, str,
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
     with open_world(config.run.comm_timeout_s) as world:
-        model_config = load_config(config.model, longest)
+        model_config, _ = model_and_tokenizer(config, longest)
         shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
         hosts: list[Any] = [None] * world.size
         with collective(world.rank, "starting the profile"):

@@ -92,7 +92,7 @@ def _set_synchronisation(model: Any, active: bool) -> None:
 def gradient_norm(model: LossModel, without: nn.Parameter | None = None) -> float:
     """Norm of the whole gradients of this stage, leaving out `without`; a collective of the stage."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p is not without]
-    return float(_full(torch.nn.utils.get_total_norm(gradients)))
+    return float(whole_tensor(torch.nn.utils.get_total_norm(gradients)))
 
 
 def clip_gradients(model: LossModel, norm: float, max_norm: float) -> None:
@@ -103,14 +103,10 @@ def clip_gradients(model: LossModel, norm: float, max_norm: float) -> None:
 
 def full_gradients(model: LossModel) -> dict[str, torch.Tensor]:
     """Whole gradient of every parameter, by name; a collective."""
-    return {name: _full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: whole_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def full_state(model: LossModel) -> dict[str, torch.Tensor]:
-    """Whole value of every parameter of the decoder on the CPU, under Hugging Face's names; a collective."""
-    return {name: _full(p.detach()).cpu() for name, p in model.decoder.state_dict(keep_vars=True).items()}
-
-
-def _full(tensor: Any) -> torch.Tensor:
+def whole_tensor(tensor: Any) -> torch.Tensor:
+    """The whole of a sharded tensor, on every rank; a collective. Anything else as it is."""
     whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole

@@ -1,50 +1,102 @@
-"""The trained model as a Hugging Face checkpoint: safetensors in the type of the training, config.json, tokenizer.
+"""The trained model as Transformers would save it: safetensors, config.json, and the files beside them.
 
-Written to a temporary directory beside the target and renamed; a previous model of the same run directory is replaced
-only once the new one is whole.
+Weights are stored in the type of compute, which config.json names; fp32 masters behind bfloat16 compute are rounded.
+A weight that two modules share is stored once, and config.json says whether embedding and head are one.
+
+The first rank of each pipeline stage writes its stage's files, world rank 0 the index and everything else. Invariant:
+no rank holds more than one whole parameter at a time, or one layer where Transformers stores a layer's weights in
+another arrangement; ranks that do not write drop what they help to gather. The model appears whole or not at all
+(`bytescale.train.model_dir`); with a pipeline all first ranks of stages must see the run directory.
 """
 
+import copy
+import json
 import re
-import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
-from bytescale.config.schema import Config
+from bytescale.config.schema import BYTE_TOKENIZER, Config
+from bytescale.config.tokenizer import TRAINED_BY, is_own
 from bytescale.errors import RunError
-from bytescale.runtime.fsdp import TORCH_DTYPES, full_state
+from bytescale.files import write_text_atomically
+from bytescale.runtime.fsdp import TORCH_DTYPES, whole_tensor
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.world import World
-from bytescale.train.model_dir import replacing
+from bytescale.train.model_dir import replacing, under_way
 from bytescale.train.prepare import Prepared
 from bytescale.train.run_dir import writing
+from bytescale.train.side_files import write_side_files
+from bytescale.train.weights_file import TensorSpec, WeightsFile, num_bytes, split_by_size
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+MAX_FILE_BYTES = 50 * 1000**3
+"""Largest file of weights, as in Transformers."""
+
+Group = dict[str, torch.Tensor]
+"""Parameters by the names of the whole model, gathered and stored together; sharded, or whole."""
 
 
-def save_model(model: LossModel, prepared: Prepared, target: Path, config: Config, world: World) -> None:
-    """Gather the parameters of all stages and write them on rank 0; a collective."""
-    state = with_whole_names(full_state(model), prepared.stages[world.stage])
-    if world.pp_size > 1:
-        parts = world.gather_objects(state if world.hdp_rank == 0 else {})
-        state = {name: tensor for part in parts for name, tensor in part.items()}
-    if world.rank != 0:
-        return
+def save_model(
+    model: LossModel,
+    prepared: Prepared,
+    target: Path,
+    config: Config,
+    world: World,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write the model of all stages to the directory `target`; a collective.
+
+    Raises:
+        RunError: the disk is full, or a stage does not see the directory.
+    """
+    writes = world.hdp_rank == 0
     dtype = TORCH_DTYPES[config.train.dtype]
-    state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-    decoder = model.decoder if world.pp_size == 1 else _skeleton(prepared.model_config)
-    decoder.config.dtype = dtype
-    with writing(target):
-        _write(decoder, state, target, config)
+    groups = list(_groups(model, prepared.stages[world.stage]))
+    files = split_by_size([spec for group in groups for spec in _specs(model, group, dtype)], max_file_bytes)
+    with writing(target), replacing(target) if world.rank == 0 else nullcontext(under_way(target)) as directory:
+        # The directory exists before anyone passes this line.
+        numbers = world.all_gather_numbers([len(files)])[:: world.hdp_size, 0].long().tolist()
+        names = _file_names(sum(numbers))[sum(numbers[: world.stage]) :][: len(files)]
+        if writes and not directory.is_dir():
+            raise RunError(
+                f"stage {world.stage} does not see {directory}; run.dir must be on a disk that all hosts share"
+            )
+        with ExitStack() as stack:
+            opened: dict[str, WeightsFile] = {}
+            for name, specs in zip(names, files, strict=True) if writes else ():
+                file = stack.enter_context(WeightsFile(directory / name, specs))
+                opened |= {spec[0]: file for spec in specs}
+            for group in groups:
+                for name, tensor in _stored(model, group, dtype, keep=writes).items():
+                    opened[name].put(name, tensor)
+        listing = [(name, spec) for name, specs in zip(names, files, strict=True) for spec in specs] if writes else []
+        listings = world.gather_objects(listing)
+        if world.rank == 0:
+            _write_index(directory, [entry for listing in listings for entry in listing])
+            model_config = saved_config(model, prepared, config)
+            model_config.save_pretrained(directory)
+            write_side_files(directory, config, model_config, prepared.tokenizer)
 
 
-def _skeleton(model_config: Any) -> Any:
-    """The whole model without storage: its class knows how a checkpoint of it is written."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config)
+def saved_config(model: LossModel, prepared: Prepared, config: Config) -> Any:
+    """The Hugging Face configuration that describes the stored weights and the tokenizer that trained them."""
+    result = copy.deepcopy(prepared.model_config)
+    result.dtype = config.train.dtype
+    result.architectures = [type(model.decoder).__name__]
+    if hasattr(result, "tie_word_embeddings"):
+        result.tie_word_embeddings = model.is_tied
+    if hasattr(result, TRAINED_BY):
+        delattr(result, TRAINED_BY)
+    if config.data.tokenizer == BYTE_TOKENIZER:
+        setattr(result, TRAINED_BY, BYTE_TOKENIZER)
+    if config.model.path is not None and not is_own(config):
+        # The ids in the checkpoint are those of the tokenizer that it came with.
+        result.bos_token_id, result.eos_token_id, result.pad_token_id = None, prepared.tokenizer.end_id, None
+    return result
 
 
 def with_whole_names(state: dict[str, torch.Tensor], layers: range) -> dict[str, torch.Tensor]:
@@ -56,25 +108,58 @@ def with_whole_names(state: dict[str, torch.Tensor], layers: range) -> dict[str,
     return {re.sub(r"(^|\.)layers\.(\d+)\.", whole, name, count=1): tensor for name, tensor in state.items()}
 
 
-def _write(decoder: Any, state: dict[str, torch.Tensor], target: Path, config: Config) -> None:
-    try:
-        with replacing(target) as directory:
-            decoder.save_pretrained(directory, state_dict=state)
-            for source in _tokenizer_files(config):
-                if not (directory / source.name).exists():
-                    shutil.copyfile(source, directory / source.name)
-    except SafetensorError as error:
-        raise RunError(f"cannot write {target}: {error}") from error
+def _groups(model: LossModel, layers: range) -> Iterator[Group]:
+    """The parameters of this stage, in order: each alone, or those of a layer where they are stored rearranged."""
+    state = with_whole_names(model.decoder.state_dict(keep_vars=True), layers)
+    ignored = set(getattr(model.decoder, "_keys_to_ignore_on_save", None) or ())
+    head = model.decoder.get_output_embeddings()
+    seen: set[int] = set()
+    by_layer: dict[str, Group] = {}
+    for name, tensor in state.items():
+        is_copy = model.is_tied and not model.is_first and head is not None and tensor is head.weight
+        if name in ignored or id(tensor) in seen or is_copy:
+            continue
+        seen.add(id(tensor))
+        match = re.search(r"(^|\.)layers\.\d+\.", name)
+        by_layer.setdefault(name[: match.end()] if match else name, {})[name] = tensor
+    for group in by_layer.values():
+        if set(revert_weight_conversion(model.decoder, _on_meta(group))) == set(group):
+            yield from ({name: tensor} for name, tensor in group.items())
+        else:
+            yield group
 
 
-def _tokenizer_files(config: Config) -> list[Path]:
-    """What belongs to the tokenizer, from the checkpoint that was trained on or from beside the tokenizer file."""
-    if config.data.tokenizer not in (None, "byte"):
-        assert config.data.tokenizer is not None
-        directory = Path(config.data.tokenizer)
-        directory = directory if directory.is_dir() else directory.parent
-    elif config.model.path is not None:
-        directory = Path(config.model.path)
-    else:
-        return []
-    return [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+def _on_meta(group: Group) -> Group:
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in group.items()}
+
+
+def _specs(model: LossModel, group: Group, dtype: torch.dtype) -> list[TensorSpec]:
+    """What `_stored` will return, without a byte of data."""
+    stored = revert_weight_conversion(model.decoder, _on_meta(group))
+    return [(name, dtype if t.is_floating_point() else t.dtype, tuple(t.shape)) for name, t in stored.items()]
+
+
+def _stored(model: LossModel, group: Group, dtype: torch.dtype, *, keep: bool) -> Group:
+    """The whole tensors of `group` as they are stored; a collective of the stage, nothing where `keep` is False."""
+    gathered = {}
+    for name, tensor in group.items():
+        whole = whole_tensor(tensor.detach())
+        if keep:
+            gathered[name] = whole.to(dtype if whole.is_floating_point() else whole.dtype).cpu()
+    return revert_weight_conversion(model.decoder, gathered) if keep else {}
+
+
+def _file_names(total: int) -> list[str]:
+    if total == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
+
+
+def _write_index(directory: Path, listing: list[tuple[str, TensorSpec]]) -> None:
+    """Say which file holds which tensor, where there is more than one."""
+    if len({file for file, _ in listing}) == 1:
+        return
+    parameters = sum(num_bytes(spec) // spec[1].itemsize for _, spec in listing)
+    metadata = {"total_parameters": parameters, "total_size": sum(num_bytes(spec) for _, spec in listing)}
+    index = {"metadata": metadata, "weight_map": {spec[0]: file for file, spec in sorted(listing, key=str)}}
+    write_text_atomically(directory / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")

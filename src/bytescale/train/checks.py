@@ -6,6 +6,7 @@ Cost: one listing of the data's files; nothing is read but a profile.
 from pathlib import Path
 
 from bytescale.config.schema import Config
+from bytescale.config.tokenizer import check_tokenizer
 from bytescale.cost.profile import read_profile
 from bytescale.data.sources import open_source
 from bytescale.data.tokenizers import tokenizer_file
@@ -27,6 +28,7 @@ def check_first(config: Config, world_size: int) -> None:
         raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
     config.parallel.check_world_size(world_size)
     check_origin(config.model)
+    check_tokenizer(config)
     tokenizer_file(config.data)
     open_source(config.data)
     if config.plan.profile is not None:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from bytescale.arrays import IntArray
-from bytescale.config.schema import Config
+from bytescale.config.schema import BYTE_TOKENIZER, Config
+from bytescale.config.tokenizer import check_tokenizer
 from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec, cost_model
 from bytescale.cost.predict import stage_layers
 from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
-from bytescale.data import SequenceDataset, check_vocab, load_tokenizer, open_dataset
+from bytescale.data import SequenceDataset, Tokenizer, check_vocab, load_tokenizer, open_dataset
 from bytescale.errors import UserError, counted
 from bytescale.plan.memory import capacity_tokens
 from bytescale.plan.step_plan import StepPlan
@@ -38,6 +39,7 @@ class Prepared:
 
     Attributes:
         model_config: Hugging Face configuration.
+        tokenizer: made the tokens.
         dataset: the sequences.
         shape: sizes for cost and traffic.
         stages: layers of each pipeline stage.
@@ -47,6 +49,7 @@ class Prepared:
     """
 
     model_config: Any
+    tokenizer: Tokenizer
     dataset: SequenceDataset
     shape: ModelShape
     stages: list[range]
@@ -62,9 +65,7 @@ def prepare(config: Config, world_size: int) -> Prepared:
         UserError: anything in configuration, model or data that cannot work; one line.
     """
     check_first(config, world_size)
-    tokenizer = load_tokenizer(config.data)
-    model_config = load_config(config.model, config.data.max_context, tokenizer.end_id)
-    check_vocab(tokenizer, model_config.vocab_size)
+    model_config, tokenizer = model_and_tokenizer(config, config.data.max_context)
     dataset = open_dataset(config.data, tokenizer)
     shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
     pp_size = config.parallel.pp_size
@@ -74,6 +75,7 @@ def prepare(config: Config, world_size: int) -> Prepared:
     hdp_size = world_size // pp_size
     prepared = Prepared(
         model_config,
+        tokenizer,
         dataset,
         shape,
         stages,
@@ -87,6 +89,21 @@ def prepare(config: Config, world_size: int) -> Prepared:
     _check_layout(prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]]))
     check_offloading(config)
     return prepared
+
+
+def model_and_tokenizer(config: Config, max_context: int) -> tuple[Any, Tokenizer]:
+    """The Hugging Face configuration and the tokenizer that belongs to it.
+
+    Raises:
+        UserError: one of them cannot be used, or they do not belong together.
+    """
+    check_tokenizer(config)
+    tokenizer = load_tokenizer(config.data)
+    # Any vocabulary holds the bytes; a preset takes that of a file.
+    vocab_size = None if config.data.tokenizer in (None, BYTE_TOKENIZER) else tokenizer.vocab_size
+    model_config = load_config(config.model, max_context, tokenizer.end_id, vocab_size)
+    check_vocab(tokenizer, model_config.vocab_size)
+    return model_config, tokenizer
 
 
 def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str) -> Planner:

@@ -24,7 +24,7 @@ from bytescale.report import Progress, StepLine, write_summary
 from bytescale.runtime.attention.kernels import AttentionKernel, select_kernel
 from bytescale.runtime.fsdp import TORCH_DTYPES, clip_gradients, gradient_norm, shard_model
 from bytescale.runtime.model.checks import probe
-from bytescale.runtime.model.decoder import LossModel, build_decoder, import_architecture
+from bytescale.runtime.model.decoder import LossModel, build_decoder, import_architecture, recompute_layers
 from bytescale.runtime.model.hf_config import load_config
 from bytescale.runtime.model.stages import cut_to_stage
 from bytescale.runtime.offload.offloader import Offloader
@@ -107,7 +107,7 @@ def build_model(config: Config, prepared: Prepared, stage: int = 0) -> LossModel
     is_first, is_last = stage == 0, stage == len(prepared.stages) - 1
     cut_to_stage(decoder, prepared.stages[stage], is_first=is_first, is_last=is_last)
     if config.train.activation_checkpointing == "full":
-        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_layers(decoder)
     return LossModel(decoder, is_first=is_first, is_last=is_last)
 
 

@@ -180,6 +180,11 @@ def build_decoder(model: ModelConfig, config: Any, seed: int) -> Any:
     return decoder
 
 
+def recompute_layers(decoder: Any) -> None:
+    """Let the backward compute every layer again instead of keeping its activations."""
+    decoder.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+
+
 def _check_loading(path: str, loading: dict[str, Any]) -> None:
     """Refuse a checkpoint whose weights are not exactly those of the model: what is missing would stay random."""
     if mismatched := loading.get("mismatched_keys"):

@@ -30,13 +30,14 @@ _UNDECLARED = {"rope_theta", "rope_scaling", "head_dim"}
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def load_config(model: ModelConfig, max_context: int, end_id: int | None = None) -> Any:
+def load_config(model: ModelConfig, max_context: int, end_id: int | None = None, vocab_size: int | None = None) -> Any:
     """The Hugging Face configuration that `model` describes, checked for what we support.
 
     Args:
         model: the `[model]` table.
         max_context: longest sequence that is to come.
         end_id: the token that ends a document in the data; a new model's `eos_token_id` unless it states one.
+        vocab_size: of a preset's embedding; None leaves it as it is.
 
     Raises:
         UserError: unknown preset, architecture or key, unreadable checkpoint, or an unsupported feature.
@@ -45,7 +46,7 @@ def load_config(model: ModelConfig, max_context: int, end_id: int | None = None)
     if model.path is not None:
         config = _config_of_checkpoint(Path(model.path))
     else:
-        table = model.config if model.config is not None else preset(str(model.preset))
+        table = model.config if model.config is not None else preset(str(model.preset), vocab_size)
         config = _config_of_table(table, max_context, end_id)
     check_config(config, max_context)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -40,15 +40,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Built-in configurations by name: the tiny one for trials on a CPU, two common sizes for GPUs."""
 
 
-def preset(name: str) -> dict[str, Any]:
-    """The built-in configuration of that name.
+def preset(name: str, vocab_size: int | None = None) -> dict[str, Any]:
+    """The built-in configuration of that name, with another vocabulary if asked.
 
     Raises:
         UserError: there is none.
     """
     if name not in PRESETS:
         raise UserError(f"model.preset = {name!r} is unknown; {nearest(name, PRESETS)}")
-    return PRESETS[name]
+    return PRESETS[name] if vocab_size is None else PRESETS[name] | {"vocab_size": vocab_size}
 
 
 def check_checkpoint(path: Path) -> None:
