@@ -54,7 +54,7 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
         *("offload.dir", "offload.limit_bytes", "offload.min_bytes"),
         *("train.steps", "train.lr", "train.min_lr_ratio", "train.warmup_steps", "train.weight_decay"),
         *("train.beta1", "train.beta2", "train.grad_clip", "train.dtype", "train.activation_checkpointing"),
-        *("train.seed", "train.compute_threads"),
+        *("train.seed", "train.compute_threads", "train.on_nonfinite"),
         *("run.dir", "run.overwrite", "run.save_model", "run.comm_timeout_s"),
     ]
 

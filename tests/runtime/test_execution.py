@@ -12,7 +12,7 @@ from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
 from bytescale.runtime.attention.work import attention_work
 from bytescale.runtime.model.decoder import LossModel
-from bytescale.train.step import check_same_plan
+from bytescale.train.agreement import check_same_step
 from tests.plans import placed, valid_plans
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import small_decoder, step_data, train_step, world_of
@@ -89,7 +89,7 @@ def _disagree(ranks: Ranks) -> str:
     lengths = [8, 8] if ranks.rank != 1 else [8, 9]
     plan = placed(lengths, [[(0, 0), (1, 0)], [(2, 0)]], 3)
     try:
-        check_same_plan(world_of(ranks), step_data(plan, ranks.rank))
+        check_same_step(world_of(ranks), step_data(plan, ranks.rank))
     except CommunicationError as error:
         return str(error)
     return ""

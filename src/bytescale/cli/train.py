@@ -69,8 +69,12 @@ def _train_on_local_ranks(config: Config, nproc: int) -> int:
 
 
 def _run(trainer: Any, config: Config) -> int:
-    """Train as this rank, then on rank 0 print the closing table and write the report of the run."""
-    trainer.run(config)
+    """Train as this rank, then on rank 0 print the closing table and write the report of the run.
+
+    Returns:
+        0, or 128 + the signal that ended the run early.
+    """
+    signal_number = trainer.run(config)
     if os.environ.get("RANK", "0") == "0":
         run_dir = Path(config.run.dir)
         say_table(summary_table(read_summary(run_dir / "summary.json")))
@@ -78,7 +82,7 @@ def _run(trainer: Any, config: Config) -> int:
             say(f"report: {shown(write_report(run_dir))}")
         except OSError as error:
             raise RunError(f"cannot write {run_dir / 'report.html'}: {error.strerror}") from error
-    return 0
+    return 128 + signal_number if signal_number else 0
 
 
 def _trainer() -> Any:

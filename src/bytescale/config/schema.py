@@ -18,6 +18,7 @@ Source = Literal["text-tree", "jsonl", "parquet", "python-stdlib"]
 Overlong = Literal["split", "drop", "error"]
 DType = Literal["float32", "bfloat16"]
 Checkpointing = Literal["none", "full"]
+OnNonfinite = Literal["stop", "skip"]
 
 BYTE_TOKENIZER = "byte"
 """The one tokenizer that is no file."""
@@ -260,9 +261,14 @@ class TrainConfig:
     compute_threads: int | None = None
     """CPU threads of a rank"""
 
+    on_nonfinite: OnNonfinite = "stop"
+    """What a loss or gradient norm that is not finite does: `stop` ends the run with the weights before that step,
+    `skip` leaves the update of the step out and counts it."""
+
     def __post_init__(self) -> None:
         _require_choice("train.dtype", self.dtype, DType)
         _require_choice("train.activation_checkpointing", self.activation_checkpointing, Checkpointing)
+        _require_choice("train.on_nonfinite", self.on_nonfinite, OnNonfinite)
         for name in ("steps", "compute_threads"):
             _require_at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("warmup_steps", "weight_decay", "grad_clip", "seed"):

@@ -41,6 +41,7 @@ class StepData:
         data_wait_s: time that the consumer waited for this step.
         state_after: where to resume once this step is done.
         num_skipped: batches without a target that were passed over to find this one.
+        static_bytes: what strategy `static` would send for this batch; None where that is unknown.
     """
 
     step: int
@@ -51,6 +52,7 @@ class StepData:
     data_wait_s: float
     state_after: LoaderState
     num_skipped: int = 0
+    static_bytes: int | None = None
 
     @property
     def plan(self) -> StepPlan:
@@ -69,6 +71,7 @@ class StepSource:
         order: the order of every epoch, of (dataset, seed).
         planner: makes the plan of a batch from its lengths; called on the loader's thread.
         hdp_rank: whose pieces to read.
+        static_bytes: bytes that `static` would send for a batch of these lengths; None leaves that out.
     """
 
     dataset: SequenceDataset
@@ -77,6 +80,7 @@ class StepSource:
     order: EpochOrder
     planner: Planner
     hdp_rank: int
+    static_bytes: Callable[[IntArray], int | None] | None = None
 
 
 def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: threading.Event) -> StepData:
@@ -100,7 +104,8 @@ def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: t
         raise ValueError(f"the planner made a plan that is not for rank {source.hdp_rank} of this batch")
     share = rank_share(plan, source.hdp_rank)
     tokens = tuple(read_micro_batch(source.dataset, batch, plan, micro_batch.rows) for micro_batch in share)
-    return StepData(step, batch, share, tokens, plan_time_s, 0.0, state_after, num_skipped)
+    static_bytes = source.static_bytes(batch.lengths) if source.static_bytes is not None else None
+    return StepData(step, batch, share, tokens, plan_time_s, 0.0, state_after, num_skipped, static_bytes)
 
 
 def _draw(source: StepSource, state: LoaderState, cancelled: threading.Event) -> tuple[GlobalBatch, LoaderState, int]:
@@ -134,6 +139,7 @@ class StepLoader:
         state: LoaderState | None = None,
         num_steps: int | None = None,
         first_step: int = 1,
+        static_bytes: Callable[[IntArray], int | None] | None = None,
     ) -> None:
         """Begin preparing the first step.
 
@@ -146,10 +152,11 @@ class StepLoader:
             state: where to begin; None is the start of the first epoch.
             num_steps: steps to yield; None goes on for ever.
             first_step: number of the first one.
+            static_bytes: see `StepSource`; called on the loader's thread, where nobody waits for it.
         """
         self.skipped_steps = 0
         order = EpochOrder(len(dataset), seed)
-        self._source = StepSource(dataset, batch_config, seed, order, planner, hdp_rank)
+        self._source = StepSource(dataset, batch_config, seed, order, planner, hdp_rank, static_bytes)
         self._next_step = first_step
         self._end_step = None if num_steps is None else first_step + num_steps
         self._closed = threading.Event()

@@ -7,10 +7,11 @@ writes the report.
 
 from bytescale.report.progress import Progress, StepLine, progress_line
 from bytescale.report.run_report import write_report
-from bytescale.report.summary import RunSummary, read_summary, summary_table, write_summary
+from bytescale.report.summary import RunIdentity, RunSummary, read_summary, summary_table, write_summary
 
 __all__ = [
     "Progress",
+    "RunIdentity",
     "RunSummary",
     "StepLine",
     "progress_line",

@@ -39,10 +39,12 @@ def write_report(run_dir: Path) -> Path:
     if trace_path.exists():
         note = "Open trace.json in Perfetto for every step that was traced."
         charts.append(Chart("Last traced step", timeline(last_step(read_trace(trace_path))), note, wide=True))
+    if summary is not None and summary.notes:
+        charts.append(Chart("Notes", preformatted("\n".join(summary.notes)), wide=True))
     if config_path.exists():
         text = config_path.read_text(encoding="utf-8", errors="replace")
         charts.append(Chart("Configuration", preformatted(text), wide=True))
-    facts = summary_rows(summary) if summary is not None else _facts(metrics)
+    facts = [*summary_rows(summary), *_identity(summary)] if summary is not None else _facts(metrics)
     report = run_dir / "report.html"
     write_text_atomically(report, page("ByteScale run", str(run_dir), facts, charts))
     return report
@@ -126,6 +128,17 @@ def _traffic_chart(metrics: Metrics, summary: RunSummary | None) -> Chart:
             f" static would have sent {units.size(summary.comm_bytes_static)}."
         )
     return Chart("Attention traffic", line_chart(series, units.size, zero=True), note)
+
+
+def _identity(summary: RunSummary) -> list[tuple[str, str]]:
+    """Where and with what a run ran, as far as its summary knows."""
+    facts = [
+        ("started", summary.started_at),
+        ("on", " ".join(part for part in (summary.host, summary.device) if part)),
+        ("parameters", f"{summary.num_parameters:,}" if summary.num_parameters else ""),
+        *((name, version) for name, version in summary.versions),
+    ]
+    return [(name, value) for name, value in facts if value]
 
 
 def _facts(metrics: Metrics) -> Sequence[tuple[str, str]]:

@@ -13,8 +13,33 @@ from bytescale.files import write_text_atomically
 from bytescale.report import units
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """What a run is, known when it begins.
+
+    Attributes:
+        world_size: number of ranks.
+        pp_size: pipeline stages.
+        host: machine of rank 0.
+        device: what it computes on.
+        started_at: local time, ISO 8601.
+        num_parameters: of the whole model; 0 is unknown.
+        seed: train.seed.
+        versions: (name, version) of the interpreter and of what decides results.
+    """
+
+    world_size: int = 1
+    pp_size: int = 1
+    host: str = ""
+    device: str = ""
+    started_at: str = ""
+    num_parameters: int = 0
+    seed: int = 0
+    versions: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass(frozen=True)
-class RunSummary:
+class RunSummary(RunIdentity):
     """What a run did, all ranks and steps together.
 
     Attributes:
@@ -30,18 +55,20 @@ class RunSummary:
         comm_bytes: bytes that attention sent between ranks, recomputation included.
         comm_bytes_static: what `static` would have sent for the same batches; None when it was not computed.
         wall_time_s: from the first step's start to the last step's end.
-        world_size: number of ranks.
         num_skipped_steps: steps without a target.
         num_split_documents: documents longer than the context, cut into several sequences.
         num_dropped_sequences: sequences dropped as too long.
         num_empty_sequences: documents without a token, dropped.
-        pp_size: pipeline stages.
         pp_bubble: share of the compute phase that ranks waited for other stages, mean over steps.
         dp_bubble: share of it between the end of a rank and that of the last one, mean over steps.
         offload_bytes_out, offload_bytes_in: activations moved away and back.
         offload_exposed_s: time that compute stood still for copies, of the slowest rank of each step.
         offload_declined_bytes: meant to leave but stayed, for want of room.
         num_unmoved_steps: steps whose plan asked for offloading and in which nothing moved.
+        targets: targets trained on; these are the `tokens` of metrics.jsonl.
+        status: `finished`, `stopped` by a signal, or `failed`.
+        num_nonfinite_steps: steps whose update was left out because loss or gradients were not finite.
+        notes: what was said beside the steps.
     """
 
     steps: int
@@ -56,12 +83,10 @@ class RunSummary:
     comm_bytes: int
     comm_bytes_static: int | None
     wall_time_s: float
-    world_size: int = 1
     num_skipped_steps: int = 0
     num_split_documents: int = 0
     num_dropped_sequences: int = 0
     num_empty_sequences: int = 0
-    pp_size: int = 1
     pp_bubble: float = 0.0
     dp_bubble: float = 0.0
     offload_bytes_out: int = 0
@@ -69,6 +94,10 @@ class RunSummary:
     offload_exposed_s: float = 0.0
     offload_declined_bytes: int = 0
     num_unmoved_steps: int = 0
+    targets: int = 0
+    status: str = "finished"
+    num_nonfinite_steps: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def share_degree_1(self) -> float:
@@ -79,7 +108,8 @@ class RunSummary:
 
 def write_summary(summary: RunSummary, path: Path) -> None:
     """Store `summary` as JSON, atomically."""
-    write_text_atomically(path, json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
+    value = dataclasses.asdict(summary) | {"versions": dict(summary.versions)}
+    write_text_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_summary(path: Path) -> RunSummary:
@@ -91,6 +121,8 @@ def read_summary(path: Path) -> RunSummary:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         value["sequences_by_degree"] = tuple((int(d), int(n)) for d, n in value["sequences_by_degree"])
+        value["versions"] = tuple(sorted(dict(value.get("versions", {})).items()))
+        value["notes"] = tuple(map(str, value.get("notes", ())))
         return RunSummary(**value)
     except OSError as error:
         raise UserError(f"cannot read summary {path}: {error.strerror}") from None
@@ -100,13 +132,15 @@ def read_summary(path: Path) -> RunSummary:
 
 def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """The lines of the closing table, as (name, value)."""
+    low, high = summary.num_micro_batches_min, summary.num_micro_batches_max
+    status = "" if summary.status == "finished" else f", {summary.status}"
     rows = [
-        ("steps", f"{summary.steps:,}"),
-        ("tokens", f"{summary.tokens:,} in {counted(summary.sequences, 'sequence')}"),
+        ("steps", f"{summary.steps:,}{status}"),
+        ("tokens", _tokens(summary)),
         ("loss first / last", f"{_loss(summary.loss_first)} / {_loss(summary.loss_last)}"),
         ("tokens/s", f"{units.count(summary.tokens_per_s)} on {counted(summary.world_size, 'rank')}"),
         ("wall time", units.duration(summary.wall_time_s)),
-        ("micro-batches per rank", f"{summary.num_micro_batches_min} to {summary.num_micro_batches_max}"),
+        ("micro-batches per rank", f"{low} to {high}" if low != high else f"{low}"),
         ("sequences of degree 1", f"{summary.share_degree_1:.1%}"),
         ("attention traffic", units.size(summary.comm_bytes)),
     ]
@@ -121,6 +155,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     for name, number in (
         ("steps skipped, no target", summary.num_skipped_steps),
         ("steps that offloaded nothing", summary.num_unmoved_steps),
+        ("steps left out, not finite", summary.num_nonfinite_steps),
         ("documents split, too long", summary.num_split_documents),
         ("sequences dropped, too long", summary.num_dropped_sequences),
         ("documents dropped, empty", summary.num_empty_sequences),
@@ -140,6 +175,11 @@ def summary_table(summary: RunSummary) -> Table:
     return table
 
 
+def _tokens(summary: RunSummary) -> str:
+    targets = f", {summary.targets:,} of them targets" if summary.targets else ""
+    return f"{summary.tokens:,} in {counted(summary.sequences, 'sequence')}{targets}"
+
+
 def _loss(value: Any) -> str:
     return "none" if value is None else f"{value:.4f}"
 
@@ -152,6 +192,8 @@ def _offloaded(summary: RunSummary) -> str:
 def _static(summary: RunSummary) -> str:
     assert summary.comm_bytes_static is not None
     text = units.size(summary.comm_bytes_static)
+    if summary.comm_bytes_static == summary.comm_bytes:
+        return f"{text}, the same"
     if summary.comm_bytes and summary.comm_bytes_static:
         text += f", {units.significant(summary.comm_bytes_static / summary.comm_bytes)} times as much"
     return text

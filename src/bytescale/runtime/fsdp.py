@@ -20,9 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from bytescale.runtime.attention.kernels import AttentionKernel
 from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.loss import IGNORED
+from bytescale.runtime.p2p import PeerToPeer
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -63,12 +66,13 @@ def gather(model: LossModel) -> None:
         module.unshard()
 
 
-def reduce(model: LossModel, one_token: AttentionContext, num_targets: int) -> None:
+def reduce(model: LossModel, kernel: AttentionKernel, comm: PeerToPeer, num_targets: int) -> None:
     """Phase 3: sum the gradients over all ranks and divide by the targets of the global batch.
 
     Args:
         model: sharded model after this rank's micro-batches, of which there may be none.
-        one_token: attention context of a single local token.
+        kernel: computes attention, of a single local token.
+        comm: attention's group, on which nothing travels here.
         num_targets: targets of the global batch, at least 1.
 
     Afterwards every parameter's `grad` is the shard of the gradient of the global token mean, and parameters are
@@ -77,6 +81,7 @@ def reduce(model: LossModel, one_token: AttentionContext, num_targets: int) -> N
     _set_synchronisation(model, True)
     device = next(model.parameters()).device
     zero_T = torch.zeros(1, dtype=torch.long, device=device)
+    one_token = AttentionContext(local_work([1]), kernel, comm)
     output = model(model.one_token(device), torch.full_like(zero_T, IGNORED), zero_T, one_token)
     (output.sum() * 0).backward()
     # A parameter that takes no part in the model's forward has no gradient, on any rank.

@@ -3,14 +3,16 @@
 Every rank contributes a row of numbers; rank 0 combines them. Names are fixed by contract; units are in them. `tokens`
 are targets, `tokens_per_s` counts input tokens, `imbalance` is measured compute, waiting excluded, maximum over mean.
 Offloaded bytes are sums over the ranks, `offload_exposed_s` is that of the rank which waited longest.
-`offload_asked_tokens` are the rows of pieces that the plan wants to leave: with no bytes out, nothing did.
+`offload_asked_tokens` are the rows of pieces that the plan wants to leave: with no bytes out, nothing did. A number
+that is not finite is written as null.
 """
 
 import errno
 import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,9 +20,68 @@ import numpy as np
 
 from bytescale.data import StepData
 from bytescale.plan.step_plan import StepPlan
+from bytescale.runtime.p2p import collective
 from bytescale.runtime.world import World
+from bytescale.train.measurement import StepResult
 from bytescale.train.run_dir import writing
-from bytescale.train.step import StepResult
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know of a step before its update, and so decide alike.
+
+    Attributes:
+        step: number of the step.
+        loss: mean over the targets of the global batch.
+        grad_norm: global norm before clipping.
+        signal_number: a signal that asked some rank to stop; 0 is none.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    signal_number: int
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def failure(self, on_nonfinite: str) -> str | None:
+        """Why the run cannot go on; None where it can."""
+        if self.is_finite or on_nonfinite == "skip":
+            return None
+        what, value = ("gradient norm", self.grad_norm) if math.isfinite(self.loss) else ("loss", self.loss)
+        return (
+            f"step {self.step}: the {what} is {value}, training has diverged; lower train.lr or train.grad_clip, or "
+            "raise train.warmup_steps"
+        )
+
+    def ends_run(self, on_nonfinite: str) -> bool:
+        """Whether no step may follow this one."""
+        return self.signal_number != 0 or self.failure(on_nonfinite) is not None
+
+
+def agree(world: World, data: StepData, result: StepResult, stage_norm: float, signal_number: int) -> Agreed:
+    """Loss, gradient norm and requests to stop, the same on every rank; a collective.
+
+    Args:
+        world: the ranks.
+        data: the step.
+        result: of this rank.
+        stage_norm: norm of the gradients of this rank's stage.
+        signal_number: what asked this rank to stop, 0 for nothing.
+    """
+    with collective(world.rank, f"step {data.step}: loss and gradient norm"):
+        everyone = world.all_gather_numbers([result.loss_sum, stage_norm, float(signal_number)])
+    loss_sum, norm, signals = everyone.T
+    # One norm a stage: its ranks hold the same one. A single stage's passes unrounded.
+    norms = norm[:: world.hdp_size]
+    return Agreed(
+        step=data.step,
+        loss=float(loss_sum.sum()) / data.batch.total_targets,
+        grad_norm=float(norms[0]) if world.pp_size == 1 else float(norms.norm()),
+        signal_number=int(signals.max()),
+    )
 
 
 @dataclass(frozen=True)
@@ -61,30 +122,38 @@ class StepMetrics:
         """Whether the plan asked for offloading and everything stayed."""
         return self.offload_asked_tokens > 0 and self.offload_bytes_out == 0
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as JSON has it, which knows no NaN and no infinity."""
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+
 
 def gather_metrics(
     world: World,
     data: StepData,
     result: StepResult,
+    agreed: Agreed,
     *,
-    grad_norm: float,
     lr: float,
     step_time_s: float,
     peak_memory_bytes: int,
 ) -> StepMetrics:
     """Combine the numbers of all ranks; a collective. Every rank gets the same line."""
-    own = [result.loss_sum, float(result.bytes_sent), float(peak_memory_bytes), data.data_wait_s]
+    own = [float(result.bytes_sent), float(peak_memory_bytes), data.data_wait_s]
     own += [result.compute_s, result.busy_s, result.pipeline_wait_s]
     offload = result.offload
     own += [float(offload.bytes_out), float(offload.bytes_in), offload.exposed_s, float(offload.declined_bytes)]
     everyone = world.all_gather_numbers(own).T
-    loss_sum, bytes_sent, peak, data_wait_s, compute_s, busy_s, pipeline_wait_s = everyone[:7]
-    bytes_out, bytes_in, exposed_s, declined = everyone[7:]
+    bytes_sent, peak, data_wait_s, compute_s, busy_s, pipeline_wait_s = everyone[:6]
+    bytes_out, bytes_in, exposed_s, declined = everyone[6:]
     counts = data.plan.num_micro_batches()
     return StepMetrics(
         step=data.step,
-        loss=float(loss_sum.sum()) / data.batch.total_targets,
-        grad_norm=grad_norm,
+        loss=agreed.loss,
+        grad_norm=agreed.grad_norm,
         lr=lr,
         tokens=data.batch.total_targets,
         sequences=len(data.batch),

@@ -114,13 +114,14 @@ def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str
 
     def planner(lengths: IntArray) -> StepPlan:
         fits = int(lengths.max()) <= hdp_size * config.plan.tokens_per_rank
+        offload: Any = "off" if only_if_needed and fits else config.plan.offload
         problem = make_problem(
             lengths,
             hdp_size=hdp_size,
             tokens_per_rank=config.plan.tokens_per_rank,
             cost=cost,
             pp_size=config.parallel.pp_size,
-            offload="off" if only_if_needed and fits else config.plan.offload,
+            offload=offload,
             context=config.data.max_context if strategy == "static" else None,
             seed=config.train.seed,
         )

@@ -1,26 +1,22 @@
 """`check` and `run`: a training run from configuration to report.
 
-Data flows one way: lengths -> plan -> pieces -> micro-batches -> gradients. The loader's thread draws and plans step
-n + 1 while step n computes. Rank 0 writes the run directory; files are whole or absent.
+Data flows one way: lengths -> plan -> pieces -> micro-batches -> gradients -> weights; `Trainer.train` is that line,
+step by step. The loader's thread prepares step n + 1 while step n computes. Rank 0 writes the run directory; files are
+whole or absent, and the model is saved before anything else that closes a run.
 """
 
-import json
-import math
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
+from bytescale.arrays import IntArray
 from bytescale.config.schema import Config
-from bytescale.config.toml import write_config
 from bytescale.data import StepData, StepLoader
 from bytescale.errors import RunError
-from bytescale.files import write_text_atomically
-from bytescale.report import Progress, StepLine, write_summary
 from bytescale.runtime.attention.kernels import AttentionKernel, select_kernel
 from bytescale.runtime.fsdp import TORCH_DTYPES, clip_gradients, gradient_norm, shard_model
 from bytescale.runtime.model.checks import probe
@@ -30,17 +26,19 @@ from bytescale.runtime.model.stages import cut_to_stage
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.p2p import collective, first_line
 from bytescale.runtime.world import World, open_world, process_identity
-from bytescale.trace import Span, write_trace
+from bytescale.trace import Span
+from bytescale.train.agreement import check_same_run, run_facts, weights_digest
 from bytescale.train.checkpoint import save_model
-from bytescale.train.metrics import MetricsFile, StepMetrics, gather_metrics
-from bytescale.train.offload import open_offloader, why_nothing_moved
+from bytescale.train.measurement import StepResult
+from bytescale.train.metrics import Agreed, agree, gather_metrics
+from bytescale.train.offload import open_offloader
 from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.prepare import Prepared, prepare, static_bytes
-from bytescale.train.run_dir import open_run_dir, writing
+from bytescale.train.reporter import FAILED, FINISHED, STOPPED, Reporter, open_reporter
 from bytescale.train.step import run_step
-from bytescale.train.summary import RunTotals
-from bytescale.train.timeline import group_by_pipeline, shift_to_zero, to_wall_clock
+from bytescale.train.stopping import stop_request
+from bytescale.train.timeline import gather_traces
 
 NUM_TRACED_STEPS = 3
 """The last steps of a run whose timeline is kept."""
@@ -64,8 +62,11 @@ def preload(config: Config) -> None:
     import_architecture(load_config(config.model, config.data.max_context))
 
 
-def run(config: Config) -> None:
+def run(config: Config) -> int | None:
     """Train as this rank of the run that torchrun describes, or as the only one.
+
+    Returns:
+        None, or the signal that ended the run early; what was reached is saved.
 
     Raises:
         UserError: bad configuration or data.
@@ -79,10 +80,12 @@ def run(config: Config) -> None:
         dtype = TORCH_DTYPES[config.train.dtype]
         kernel = select_kernel(world.device, dtype)
         model = build_model(config, prepared, world.stage)
+        with collective(world.rank, "comparing the ranks"):
+            check_same_run(world, run_facts(config, prepared.dataset), weights_digest(model))
         shard_model(model, world.group, world.device, dtype)
         # Posting a transfer to a rank that is gone fails at once, wherever it is posted.
         with open_offloader(config, model, world) as offloader, collective(world.rank, "an exchange"):
-            _Run(config, prepared, world, model, kernel, offloader).train()
+            return Trainer(config, prepared, world, model, kernel, offloader).train()
 
 
 @contextmanager
@@ -111,8 +114,8 @@ def build_model(config: Config, prepared: Prepared, stage: int = 0) -> LossModel
     return LossModel(decoder, is_first=is_first, is_last=is_last)
 
 
-class _Run:
-    """The state of a running training: model, optimizer, files, sums."""
+class Trainer:
+    """A run on one rank: model, optimizer and loader. What is shown and written is its reporter's, on rank 0."""
 
     def __init__(
         self,
@@ -126,55 +129,31 @@ class _Run:
         self.config, self.prepared, self.world = config, prepared, world
         self.model, self.kernel, self.offloader = model, kernel, offloader
         self.optimizer = make_optimizer(model, config.train)
-        self.run_dir = Path(config.run.dir)
-        self.warned = False
         self.traced: deque[tuple[Span, ...]] = deque(maxlen=NUM_TRACED_STEPS)
-        self.totals = RunTotals(world.size, world.pp_size, prepared.dataset.counts)
 
-    @property
-    def leads(self) -> bool:
-        return self.world.rank == 0
+    def train(self) -> int | None:
+        """All steps, then the files that close a run.
 
-    def train(self) -> None:
-        """All steps, then the files that close a run."""
-        with collective(self.world.rank, "starting the run"):
-            identities = self.world.gather_objects(process_identity(self.world.rank))
+        Returns:
+            None, or the signal that ended the run before its last step.
+
+        Raises:
+            RunError: training diverged; what was reached before is saved.
+        """
         with ExitStack() as stack:
-            if self.leads:
-                stack.enter_context(open_run_dir(self.run_dir, overwrite=self.config.run.overwrite))
-                with writing(self.run_dir):
-                    write_config(self.config, self.run_dir / "config.toml")
-                    write_text_atomically(self.run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
-                metrics_file = stack.enter_context(MetricsFile(self.run_dir / "metrics.jsonl"))
-                progress = stack.enter_context(Progress(self.config.train.steps))
-                for note in (self.prepared.dataset.counts.describe(), *self.prepared.notes):
-                    progress.note(note)
-            loader = stack.enter_context(self._loader())
-            for data in loader:
-                metrics = self._step(data)
-                if self.leads:
-                    sent_by_static = self._static_bytes(data)
-                    metrics_file.write(asdict(metrics) | {"comm_bytes_static": sent_by_static})
-                    progress.show(self._line(metrics))
-                    self._warn(progress, metrics)
-                    self.totals.add(data, metrics, sent_by_static)
-            self._finish(loader.skipped_steps)
-
-    def _warn(self, progress: Progress, metrics: StepMetrics) -> None:
-        """Say it the first time that a step offloads nothing although its plan counts on it."""
-        warning = why_nothing_moved(self.config, metrics, max(map(len, self.prepared.stages)))
-        if warning is not None and not self.warned:
-            progress.note(warning)
-            self.warned = True
-
-    def _line(self, metrics: StepMetrics) -> StepLine:
-        shown = {field.name for field in fields(StepLine)}
-        values = {name: value for name, value in asdict(metrics).items() if name in shown}
-        return StepLine(steps=self.config.train.steps, **values)
-
-    def _static_bytes(self, data: StepData) -> int | None:
-        checkpointing = self.config.train.activation_checkpointing == "full"
-        return static_bytes(self.prepared, data.batch.lengths, checkpointing=checkpointing)
+            reporter = stack.enter_context(self._reporter())
+            stop = stack.enter_context(stop_request())
+            agreed, loader = None, stack.enter_context(self._loader())
+            for data in loader:  # prepare_step: lengths -> plan -> proof -> pieces, one step ahead
+                begin_ns = time.perf_counter_ns()
+                reset_peak_memory(self.world.device)
+                result = run_step(self.model, self.kernel, self.world, data, self.offloader)  # -> gradients
+                agreed = agree(self.world, data, result, self._gradient_norm(data.step), stop.signal_number)
+                update = self._update(data.step, agreed)  # -> weights
+                self._report(reporter, data, result, agreed, begin_ns, update)
+                if agreed.ends_run(self.config.train.on_nonfinite):
+                    break
+            return self._finish(reporter, agreed)
 
     def _loader(self) -> StepLoader:
         return StepLoader(
@@ -184,63 +163,91 @@ class _Run:
             self.prepared.planner,
             self.world.hdp_rank,
             num_steps=self.config.train.steps,
+            static_bytes=self._static_bytes if self.world.rank == 0 else None,
         )
 
-    def _step(self, data: StepData) -> StepMetrics:
+    def _static_bytes(self, lengths: IntArray) -> int | None:
+        checkpointing = self.config.train.activation_checkpointing == "full"
+        return static_bytes(self.prepared, lengths, checkpointing=checkpointing)
+
+    def _num_parameters(self) -> float:
+        """Of this stage; a weight that the ends of the pipeline share counts once."""
+        return float(sum(p.numel() for p in self.model.parameters() if p is not self._shared_weight()))
+
+    def _shared_weight(self) -> torch.nn.Parameter | None:
+        """On the last of several stages the head, where it is the first stage's embedding; else None."""
+        is_copy = self.model.is_tied and self.world.stage == self.world.pp_size - 1 > 0
+        return self.model.end_weight() if is_copy else None
+
+    @contextmanager
+    def _reporter(self) -> Iterator[Reporter | None]:
+        """Rank 0's reporter, None elsewhere."""
+        with collective(self.world.rank, "starting the run"):
+            identities = self.world.gather_objects(process_identity(self.world.rank))
+            num_parameters = int(self.world.all_gather_numbers([self._num_parameters()])[:: self.world.hdp_size].sum())
+        if self.world.rank != 0:
+            yield None
+            return
+        with open_reporter(self.config, self.prepared, self.world, identities, num_parameters) as reporter:
+            try:
+                yield reporter
+            except BaseException:
+                # Nothing can be collected from the other ranks any more.
+                reporter.write_ending(FAILED, self.traced)
+                raise
+
+    def _gradient_norm(self, step: int) -> float:
+        """Norm over this stage; a weight that the ends of the pipeline share counts once."""
+        with collective(self.world.rank, f"step {step}: gradient norm"):
+            return float(gradient_norm(self.model, without=self._shared_weight()))
+
+    def _update(self, step: int, agreed: Agreed) -> Span:
+        """Move the weights, unless loss or gradients are not finite; they are then as if the step had not been."""
         begin_ns = time.perf_counter_ns()
-        reset_peak_memory(self.world.device)
-        result = run_step(self.model, self.kernel, self.world, data, self.offloader)
-        rate = learning_rate(data.step, self.config.train)
-        set_learning_rate(self.optimizer, rate)
-        with collective(self.world.rank, f"step {data.step}: gradient norm"):
-            grad_norm = self._gradient_norm()
-            _check_finite(data.step, "gradient norm", grad_norm)
-            clip_gradients(self.model, grad_norm, self.config.train.grad_clip)
-        update_ns = time.perf_counter_ns()
-        self.optimizer.step()
+        if agreed.is_finite:
+            set_learning_rate(self.optimizer, learning_rate(step, self.config.train))
+            with collective(self.world.rank, f"step {step}: clipping"):
+                clip_gradients(self.model, agreed.grad_norm, self.config.train.grad_clip)
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        end_ns = time.perf_counter_ns()
-        step_span = Span(f"step {data.step}", "step", begin_ns, end_ns - begin_ns, self.world.rank, track="step")
-        update = Span("update", "update", update_ns, end_ns - update_ns, self.world.rank)
-        self.traced.append((step_span, *result.spans, update))
+        return Span("update", "update", begin_ns, time.perf_counter_ns() - begin_ns, self.world.rank)
+
+    def _report(
+        self,
+        reporter: Reporter | None,
+        data: StepData,
+        result: StepResult,
+        agreed: Agreed,
+        begin_ns: int,
+        update: Span,
+    ) -> None:
+        """Combine the numbers of all ranks; rank 0 writes and shows them."""
+        whole = Span(f"step {data.step}", "step", begin_ns, update.end_ns - begin_ns, self.world.rank, track="step")
+        self.traced.append((whole, *result.spans, update))
         with collective(self.world.rank, f"step {data.step}: metrics"):
             metrics = gather_metrics(
                 self.world,
                 data,
                 result,
-                grad_norm=grad_norm,
-                lr=rate,
-                step_time_s=data.data_wait_s + (end_ns - begin_ns) / 1e9,
+                agreed,
+                lr=learning_rate(data.step, self.config.train),
+                step_time_s=data.data_wait_s + whole.duration_s,
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
             )
-        _check_finite(data.step, "loss", metrics.loss)
-        return metrics
+        if reporter is not None:
+            reporter.step(data, metrics)
 
-    def _gradient_norm(self) -> float:
-        """Norm over all stages; a weight that the ends of the pipeline share counts once."""
-        twice = self.model.is_tied and self.world.stage == self.world.pp_size - 1 > 0
-        norm = gradient_norm(self.model, without=self.model.end_weight() if twice else None)
-        if self.world.pp_size == 1:
-            return norm
-        return float(self.world.all_gather_numbers([norm])[:: self.world.hdp_size].norm())
-
-    def _finish(self, num_skipped_steps: int) -> None:
-        """Trace, model and summary."""
-        with collective(self.world.rank, "collecting the trace"):
-            traces = self.world.gather_objects(group_by_pipeline(to_wall_clock(self.traced), self.world))
+    def _finish(self, reporter: Reporter | None, agreed: Agreed | None) -> int | None:
+        """Model first, then trace and summary; `agreed` is that of the last step."""
+        failure = agreed.failure(self.config.train.on_nonfinite) if agreed is not None else None
+        stopped = agreed is not None and not failure and agreed.step < self.config.train.steps
         if self.config.run.save_model:
             with collective(self.world.rank, "saving the model"):
-                save_model(self.model, self.prepared, self.run_dir / "model", self.config, self.world)
-        if self.leads:
-            with writing(self.run_dir):
-                write_trace(shift_to_zero([span for spans in traces for span in spans]), self.run_dir / "trace.json")
-                write_summary(self.totals.summary(num_skipped_steps), self.run_dir / "summary.json")
-
-
-def _check_finite(step: int, what: str, value: float) -> None:
-    """End the run before weights or metrics are spoilt; the value is the same on all ranks, so all of them end."""
-    if not math.isfinite(value):
-        raise RunError(
-            f"step {step}: the {what} is {value}, training has diverged; lower train.lr or train.grad_clip, or raise "
-            "train.warmup_steps"
-        )
+                save_model(self.model, self.prepared, Path(self.config.run.dir) / "model", self.config, self.world)
+        with collective(self.world.rank, "collecting the trace"):
+            traces = gather_traces(self.world, self.traced)
+        if reporter is not None:
+            reporter.write_ending(FAILED if failure else STOPPED if stopped else FINISHED, traces)
+        if failure is not None:
+            raise RunError(failure)
+        return agreed.signal_number if agreed is not None and stopped else None

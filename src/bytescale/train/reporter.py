@@ -1,0 +1,120 @@
+"""What rank 0 shows and writes of a run: lines on the screen, the files of the run directory.
+
+`config.toml` and `processes.json` are written before the first step, `metrics.jsonl` line by line, trace and summary at
+the end, also of a run that was stopped or failed: `summary.json` says which.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bytescale.config.schema import Config
+from bytescale.config.toml import write_config
+from bytescale.data import StepData
+from bytescale.errors import counted
+from bytescale.files import shown, write_text_atomically
+from bytescale.report import Progress, RunIdentity, StepLine, write_summary
+from bytescale.runtime.world import World
+from bytescale.trace import Span, write_trace
+from bytescale.train.agreement import versions
+from bytescale.train.metrics import MetricsFile, StepMetrics
+from bytescale.train.offload import why_nothing_moved
+from bytescale.train.prepare import Prepared
+from bytescale.train.run_dir import open_run_dir, writing
+from bytescale.train.summary import RunTotals
+from bytescale.train.timeline import shift_to_zero
+
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+
+
+class Reporter:
+    """The voice of a run; `open_reporter` makes it, on rank 0."""
+
+    def __init__(
+        self, config: Config, prepared: Prepared, totals: RunTotals, metrics_file: MetricsFile, progress: Progress
+    ) -> None:
+        self._config, self._prepared = config, prepared
+        self._totals, self._metrics_file, self._progress = totals, metrics_file, progress
+        self._run_dir = Path(config.run.dir)
+        self._warned: set[str] = set()
+
+    def note(self, text: str) -> None:
+        """Show a line now, and again in the report."""
+        self._progress.note(text)
+        self._totals.notes.append(text)
+
+    def step(self, data: StepData, metrics: StepMetrics) -> None:
+        """Write and show a step that has ended."""
+        self._metrics_file.write(
+            metrics.to_json() | {"comm_bytes_static": data.static_bytes, "timestamp": round(time.time(), 3)}
+        )
+        self._totals.add(data, metrics)
+        names = {field.name for field in fields(StepLine)}
+        values = {name: value for name, value in asdict(metrics).items() if name in names}
+        self._progress.show(StepLine(steps=self._config.train.steps, **values))
+        for kind, warning in self._warnings(metrics):
+            if warning is not None and kind not in self._warned:
+                self._warned.add(kind)
+                self.note(warning)
+
+    def _warnings(self, metrics: StepMetrics) -> Iterator[tuple[str, str | None]]:
+        """What deserves a line the first time that it happens."""
+        yield "offload", why_nothing_moved(self._config, metrics, max(map(len, self._prepared.stages)))
+        if self._config.plan.strategy == "chunked" and metrics.chunks_max == 1:
+            yield "chunked", f"strategy chunked: step {metrics.step} runs every sequence whole, no chunk pays there"
+        if not metrics.is_finite:
+            yield "nonfinite", f"step {metrics.step}: loss or gradients are not finite, so its update was left out"
+
+    def write_ending(self, status: str, traces: Iterable[Sequence[Span]]) -> None:
+        """Trace and summary, and one line if the run ended early."""
+        model = self._run_dir / "model"
+        saved = f"model saved in {shown(model)}" if self._config.run.save_model else "no model saved (run.save_model)"
+        if status == STOPPED:
+            self.note(f"stopped after step {self._totals.num_steps}; {saved}")
+        elif self._config.plan.strategy == "chunked" and self._totals.num_chunked_steps == 0:
+            self.note(f"strategy chunked made no chunk in {counted(self._totals.num_steps, 'step')}")
+        with writing(self._run_dir):
+            write_trace(shift_to_zero([span for spans in traces for span in spans]), self._run_dir / "trace.json")
+            write_summary(self._totals.summary(status), self._run_dir / "summary.json")
+
+
+@contextmanager
+def open_reporter(
+    config: Config, prepared: Prepared, world: World, identities: Sequence[Mapping[str, Any]], num_parameters: int
+) -> Iterator[Reporter]:
+    """Hold the run directory and say what the run begins with."""
+    run_dir = Path(config.run.dir)
+    with ExitStack() as stack:
+        stack.enter_context(open_run_dir(run_dir, overwrite=config.run.overwrite))
+        with writing(run_dir):
+            write_config(config, run_dir / "config.toml")
+            write_text_atomically(run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
+        metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl"))
+        progress = stack.enter_context(Progress(config.train.steps))
+        totals = RunTotals(run_identity(config, world, num_parameters), prepared.dataset.counts)
+        reporter = Reporter(config, prepared, totals, metrics_file, progress)
+        for note in (prepared.dataset.counts.describe(), *prepared.notes):
+            reporter.note(note)
+        yield reporter
+
+
+def run_identity(config: Config, world: World, num_parameters: int) -> RunIdentity:
+    """What a run is, as far as it is known when it begins."""
+    cuda = world.device.type == "cuda"
+    return RunIdentity(
+        world_size=world.size,
+        pp_size=world.pp_size,
+        host=platform.node(),
+        device=torch.cuda.get_device_name(world.device) if cuda else f"cpu ({platform.machine()})",
+        started_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        num_parameters=num_parameters,
+        seed=config.train.seed,
+        versions=tuple(sorted(versions().items())),
+    )
