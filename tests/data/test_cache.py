@@ -1,10 +1,15 @@
+import errno
 import fcntl
 import multiprocessing as mp
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +17,12 @@ import numpy as np
 import pytest
 
 from bytescale.config.schema import DataConfig
-from bytescale.data import cache
+from bytescale.data import build, cache
 from bytescale.data.cache import cache_key, default_cache_dir, open_corpus
 from bytescale.data.sources import TextSource, open_source
 from bytescale.data.tokenizers import ByteTokenizer
 from bytescale.errors import UserError
+from bytescale.locks import machine_name
 from tests.data.corpora import write_jsonl, write_tree
 
 
@@ -45,7 +51,7 @@ def tree(root: Path) -> TextSource:
 
 
 def entries(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.suffix != ".lock")
+    return sorted(path.name for path in directory.iterdir() if path.suffix not in (".lock", ".json"))
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -70,8 +76,8 @@ def test_streaming_does_not_change_the_result(tmp_path: Path, monkeypatch: pytes
     records = [{"text": "x" * (i * 37 % 101)} for i in range(200)]
     source = open_source(DataConfig(source="jsonl", path=str(write_jsonl(tmp_path / "x.jsonl", records))))
     whole = open_corpus(source, ByteTokenizer(), str(tmp_path / "whole"))
-    monkeypatch.setattr(cache, "BATCH_CHARACTERS", 150)
-    monkeypatch.setattr(cache, "BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(build, "BATCH_CHARACTERS", 150)
+    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 7)
     streamed = open_corpus(source, ByteTokenizer(), str(tmp_path / "streamed"))
     np.testing.assert_array_equal(whole.tokens, streamed.tokens)
     np.testing.assert_array_equal(whole.offsets, streamed.offsets)
@@ -115,12 +121,141 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     assert entries(tmp_path / "cache") == []
 
 
-def test_leftovers_of_a_dead_builder_are_removed(tmp_path: Path) -> None:
+def test_only_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
     source = tree(tmp_path / "text")
     key = cache_key(source, ByteTokenizer())
-    write_tree(tmp_path / "cache", {f".{key}.dead.tmp/tokens.npy": "half", ".another.live.tmp/tokens.npy": "half"})
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here, there = machine_name(), "0" * 12
+    names = {
+        "dead": f".{key}.{here}.{gone.pid}.aa.tmp",
+        "alive": f".{key}.{here}.{os.getppid()}.bb.tmp",
+        "of another machine": f".another.{there}.{gone.pid}.cc.tmp",
+        "nobody's": ".x.dead.tmp",
+        "old": f".{key}.{there}.1.dd.tmp",
+        "old shards": ".another.shards",
+    }
+    for what, name in names.items():
+        write_tree(tmp_path / "cache", {f"{name}/tokens.npy": "half"})
+        if what.startswith("old"):
+            for path in (tmp_path / "cache" / name / "tokens.npy", tmp_path / "cache" / name):
+                os.utime(path, (1, 1))
     open_corpus(source, ByteTokenizer(), str(tmp_path / "cache"))
-    assert entries(tmp_path / "cache") == [".another.live.tmp", key]
+    kept = [names[what] for what in ("alive", "of another machine", "nobody's")]
+    assert entries(tmp_path / "cache") == sorted([*kept, key])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert open_corpus(tree(tmp_path / "text"), ByteTokenizer(), str(tmp_path / "cache")).num_documents == 3
+
+
+class WaitingTokenizer(ByteTokenizer):
+    """Says when it is asked for ids, and gives them when it may."""
+
+    asked: threading.Event
+    may: threading.Event
+
+    def encode(self, texts: Sequence[str]) -> tuple[Any, Any]:
+        self.asked.set()
+        assert self.may.wait(60)
+        return super().encode(texts)
+
+
+def test_builders_without_locks_leave_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    source, directory = tree(tmp_path / "text"), tmp_path / "cache"
+    slow = WaitingTokenizer()
+    object.__setattr__(slow, "asked", threading.Event())
+    object.__setattr__(slow, "may", threading.Event())
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(open_corpus, source, slow, str(directory))
+        assert slow.asked.wait(60)
+        second = open_corpus(source, ByteTokenizer(), str(directory))
+        place = (directory / cache_key(source, slow) / "tokens.npy").stat().st_ino
+        slow.may.set()
+        np.testing.assert_array_equal(first.result(60).tokens, second.tokens)
+    assert (directory / cache_key(source, slow) / "tokens.npy").stat().st_ino == place
+    assert entries(directory) == [cache_key(source, slow)]
+
+
+class BreakingTokenizer(ByteTokenizer):
+    """Ends the process, as far as the cache can see, at document number `end`; counts those before."""
+
+    count: list[int]
+    end: int
+
+    def encode(self, texts: Sequence[str]) -> tuple[Any, Any]:
+        if self.count[0] + len(texts) > self.end:
+            raise KeyboardInterrupt
+        self.count[0] += len(texts)
+        return super().encode(texts)
+
+
+def breaking(end: int) -> BreakingTokenizer:
+    tokenizer = BreakingTokenizer()
+    object.__setattr__(tokenizer, "count", [0])
+    object.__setattr__(tokenizer, "end", end)
+    return tokenizer
+
+
+def test_a_broken_build_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 5)
+    records = [{"text": "x" * (i * 37 % 101)} for i in range(120)]
+    for name, part in (("a", records[:17]), ("b", []), ("c", records[17:])):
+        write_jsonl(tmp_path / f"{name}.jsonl", part)
+    source = open_source(DataConfig(source="jsonl", path=str(tmp_path / "*.jsonl")))
+    whole = open_corpus(source, ByteTokenizer(), str(tmp_path / "whole"))
+    num_tokenised = 0
+    for end in (0, 7, 12, 60, 25):
+        tokenizer = breaking(end)
+        with pytest.raises(KeyboardInterrupt):
+            open_corpus(source, tokenizer, str(tmp_path / "cache"))
+        num_tokenised += tokenizer.count[0]
+    tokenizer = breaking(1000)
+    resumed = open_corpus(source, tokenizer, str(tmp_path / "cache"))
+    np.testing.assert_array_equal(resumed.tokens, whole.tokens)
+    np.testing.assert_array_equal(resumed.offsets, whole.offsets)
+    assert 120 <= num_tokenised + tokenizer.count[0] <= 120 + 5 * 10
+    assert entries(tmp_path / "cache") == [cache_key(source, ByteTokenizer())]
+
+
+def test_a_damaged_shard_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 2)
+    source = open_source(DataConfig(source="jsonl", path=str(write_jsonl(tmp_path / "x.jsonl", [{"text": "x"}] * 20))))
+    made = list(build.shards(source, ByteTokenizer(), tmp_path / "shards"))
+    files = sorted((tmp_path / "shards").iterdir())
+    assert len(files) == len(made) - 1 > 5
+    os.truncate(files[2], files[2].stat().st_size - 30)
+    again = list(build.shards(source, ByteTokenizer(), tmp_path / "shards"))
+    assert [shard.tokens.tolist() for shard in again] == [shard.tokens.tolist() for shard in made]
+
+
+def test_bad_data_leaves_no_shards_but_a_file_that_cannot_be_read_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "BATCH_DOCUMENTS", 1)
+    write_tree(tmp_path / "text", {"a.txt": "one", "b.txt": "two", "c.txt": b"\xff"})
+    source = open_source(DataConfig(source="text-tree", path=str(tmp_path / "text")))
+    read_bytes = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path.name == "c.txt":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_bytes(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(UserError, match=r"cannot read .*c\.txt: Stale"):
+            open_corpus(source, ByteTokenizer(), str(tmp_path / "cache"))
+    assert len(entries(tmp_path / "cache")) == 1
+    with pytest.raises(UserError, match=r"c\.txt is not UTF-8"):
+        open_corpus(source, ByteTokenizer(), str(tmp_path / "cache"))
+    assert entries(tmp_path / "cache") == []
 
 
 def test_source_without_documents(tmp_path: Path) -> None:
@@ -143,6 +278,22 @@ def test_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert default_cache_dir() == Path("/home/me/.cache/bytescale")
+
+
+def test_without_a_home_the_temporary_directory_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "file").touch()
+    source = tree(tmp_path / "text")
+    place = tmp_path / f"bytescale-{os.getuid()}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    corpus = open_corpus(source, ByteTokenizer())
+    assert [str(place) in note and "Not a directory" in note for note in corpus.notes] == [True]
+    assert entries(place) == [cache_key(source, ByteTokenizer())]
+    monkeypatch.setattr(cache, "default_cache_dir", lambda: None)
+    assert "there is no home directory" in open_corpus(source, ByteTokenizer()).notes[0]
+    place.chmod(0o777)
+    with pytest.raises(UserError, match=r"not this user's alone; set data\.cache_dir"):
+        open_corpus(source, ByteTokenizer())
 
 
 def _open_in_process(root: Path, log: Path, queue: Any) -> None:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.config.schema import DataConfig
-from bytescale.data import check_vocab, load_tokenizer
+from bytescale.data import check_vocab, load_tokenizer, open_dataset
 from bytescale.data.tokenizers import ByteTokenizer
 from bytescale.errors import UserError
-from tests.data.corpora import write_tokenizer
+from tests.data.corpora import write_tokenizer, write_tree
 
 
-def config(tokenizer: Path | str, end_token: str | None = None) -> DataConfig:
-    return DataConfig(source="python-stdlib", tokenizer=str(tokenizer), end_token=end_token)
+def config(tokenizer: Path | str, end_token: str | None = None, begin_token: str | int | bool = False) -> DataConfig:
+    return DataConfig(source="python-stdlib", tokenizer=str(tokenizer), end_token=end_token, begin_token=begin_token)
 
 
 @given(st.lists(st.text(), max_size=8))
@@ -115,6 +116,72 @@ def test_broken_tokenizer_file(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.json is not a valid tokenizer\.json") as caught:
         load_tokenizer(config(tmp_path / "tokenizer.json"))
     assert "\n" not in str(caught.value)
+
+
+def with_template(path: Path, template: str) -> Path:
+    """Let the file frame a text by a template such as `<s> $A </s>`."""
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer.from_file(str(path))
+    special = [(name, library.token_to_id(name)) for name in template.split() if name != "$A"]
+    library.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    library.save(str(path))
+    return path
+
+
+def test_begin_token(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json", ["<pad>", "<s>", "</s>"])
+    plain = load_tokenizer(config(path))
+    assert (plain.begin_id, plain.notes) == (None, ())
+    for asked in ("<s>", 1):
+        tokenizer = load_tokenizer(config(path, begin_token=asked))
+        assert tokenizer.begin_id == 1
+        tokens, lengths = tokenizer.encode(["the cat", ""])
+        bare, bare_lengths = plain.encode(["the cat", ""])
+        assert tokens.tolist() == [1, *bare[:-1].tolist(), 1, 2]
+        assert lengths.tolist() == (bare_lengths + 1).tolist()
+        assert tokenizer.fingerprint != plain.fingerprint
+    with pytest.raises(UserError, match=r"has no begin token of its own; set data\.begin_token"):
+        load_tokenizer(config(path, begin_token=True))
+    for wrong in ("<bos>", 10**6, -1):
+        with pytest.raises(UserError, match=r"data\.begin_token = .* is not in the vocabulary"):
+            load_tokenizer(config(path, begin_token=wrong))
+    with pytest.raises(UserError, match="begin_token does not apply to the byte tokenizer"):
+        load_tokenizer(config("byte", begin_token=True))
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>"])
+def test_the_begin_token_of_the_file(tmp_path: Path, template: str) -> None:
+    path = with_template(write_tokenizer(tmp_path / "tokenizer.json", ["<pad>", "<s>", "</s>"]), template)
+    assert load_tokenizer(config(path, begin_token=True)).begin_id == 1
+    (note,) = load_tokenizer(config(path)).notes
+    assert "puts <s> in front of a text, this run does not" in note
+    assert load_tokenizer(config(path, begin_token=True)).notes == ()
+
+
+def test_the_begin_token_beside_the_file(tmp_path: Path) -> None:
+    path = with_template(write_tokenizer(tmp_path / "tokenizer.json", ["<pad>", "<s>", "</s>"]), "$A </s>")
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
+    assert load_tokenizer(config(path, begin_token=True)).begin_id == 1
+    assert load_tokenizer(config(path)).notes == ()
+    with_template(path, "<s> <pad> $A")
+    with pytest.raises(UserError, match="puts 2 tokens in front of a text"):
+        load_tokenizer(config(path, begin_token=True))
+
+
+def test_only_the_first_part_of_a_document_begins_with_the_token(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
+    write_tree(tmp_path / "text", {"a": "zzzzzz", "b": "", "c": "z"})
+    settings = {"tokenizer": str(path), "max_context": 4, "cache_dir": str(tmp_path / "cache")}
+    base = DataConfig(source="text-tree", path=str(tmp_path / "text"), **settings)
+    dataset = open_dataset(replace(base, begin_token="<s>"))
+    z = dataset.read(0, 1, 2)[0]
+    assert [dataset.read(i, 0, n).tolist() for i, n in enumerate(dataset.lengths.tolist())] == [
+        [0, z, z, z],
+        [z, z, z, 1],
+        [0, z, 1],
+    ]
+    assert (dataset.counts.empty_dropped, dataset.counts.tokens) == (1, 11)
+    assert open_dataset(base).counts.tokens == 9
 
 
 def test_no_tokenizer_file(tmp_path: Path) -> None:

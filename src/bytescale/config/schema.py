@@ -102,6 +102,10 @@ class DataConfig:
     end_token: str | None = None
     """token that ends a document, for `tokenizer.json` files"""
 
+    begin_token: str | int | bool = False
+    """token that opens every document, for `tokenizer.json` files: `true` for the one that the file itself puts in
+    front of a text, or a token, or its id"""
+
     max_context: int = _unit("tokens", 8192)
     """longest sequence, in tokens"""
 

@@ -202,8 +202,8 @@ def _override_value(override: Override, hint: Any, free: bool) -> Any:
         value = parsed["value"] if len(parsed) == 1 else text
     except tomllib.TOMLDecodeError:
         value = text
-    wants_text = str in choices and not (float in choices and _is_number(value))
-    return text if wants_text and not free and not isinstance(value, str) else value
+    fits = type(value) in choices or (float in choices and _is_number(value))
+    return text if str in choices and not free and not fits else value
 
 
 def _build(cls: Any, section: str, table: dict[str, Any]) -> Any:

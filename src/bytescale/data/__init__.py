@@ -9,7 +9,7 @@ Needs numpy alone; `tokenizers` and `pyarrow` are imported when a configuration 
         for step in loader: ...
 """
 
-from bytescale.data.batches import GlobalBatch, LoaderState, next_batch
+from bytescale.data.batches import GlobalBatch, LoaderState, next_batch, repetition_notes
 from bytescale.data.dataset import DatasetCounts, SequenceDataset, build_dataset, open_dataset
 from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batch
 from bytescale.data.steps import StepData, StepLoader
@@ -30,4 +30,5 @@ __all__ = [
     "next_batch",
     "open_dataset",
     "read_micro_batch",
+    "repetition_notes",
 ]

@@ -130,3 +130,27 @@ def next_batch(
     ids = np.concatenate(taken)
     batch = GlobalBatch(sequence_ids=ids, lengths=dataset.lengths[ids], num_targets=dataset.num_targets[ids])
     return batch, LoaderState(epoch=epoch, position=position)
+
+
+def repetition_notes(dataset: SequenceDataset, batch_config: BatchConfig, num_steps: int) -> tuple[str, ...]:
+    """Lines about data that a step, or the whole run, takes more than once; none where it takes it once at most."""
+    if batch_config.tokens is not None:
+        key, size, whole = "tokens", batch_config.tokens, int(dataset.lengths.sum())
+    else:
+        key, size, whole = "sequences", batch_config.sequences or 0, len(dataset)
+    # A batch holds one sequence at least, however few tokens it may have.
+    times_in_step = max(size / whole, 1 / len(dataset))
+    notes = []
+    if times_in_step > 1:
+        notes.append(
+            f"batch.{key} = {size:,} is more than the {whole:,} {key} of the data: each document appears about "
+            f"{_times(times_in_step)} in a step"
+        )
+    epochs = times_in_step * num_steps
+    if epochs > 1:
+        notes.append(f"{num_steps:,} steps go through the data about {_times(epochs)} (epochs)")
+    return tuple(notes)
+
+
+def _times(number: float) -> str:
+    return f"{number:,.0f} times" if number >= 10 else f"{number:.1f} times"

@@ -5,40 +5,42 @@ fits, else uint32), `offsets.npy` (int64, document i is tokens[offsets[i]:offset
 file sizes). The key is a digest of source kind, contents, tokenizer and format version: changed text or another
 tokenizer is another entry, a moved or touched file is not.
 
-Invariants: an entry appears complete or not at all (built in a temporary directory, then renamed); one process builds
-while the others wait on a kernel lock, which falls free when its holder dies; an entry whose files do not have the
-sizes that it states is built again. Plain `.npy` and JSON, nothing that runs code when read.
+Invariants: an entry appears complete or not at all (built in a directory of its builder's own, then renamed); one
+process builds while the others of its machine wait, where the file system has locks. Where it has none, or they do not
+reach another host, both build, the first to end wins, and neither touches what the other builds or has built: what a
+builder left behind goes only when its process is known to be dead, or after a week. An entry whose files do not have
+the sizes that it states is built again. Plain `.npy` and JSON, nothing that runs code when read.
 
-Cost: building streams, memory stays at one batch of documents; opening reads the source once for the key and maps the
-tokens.
+Cost: building streams, see `bytescale.data.build`; opening takes a look at every file, see `bytescale.data.digests`,
+and maps the tokens.
 """
 
 import contextlib
-import fcntl
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
-import sys
+import stat
+import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from bytescale.arrays import IntArray
-from bytescale.data.sources import Document, TextSource, content_fingerprint, iter_documents
+from bytescale.data.build import NpyWriter, shards
+from bytescale.data.digests import file_digests, manifest_path
+from bytescale.data.sources import TextSource, content_fingerprint
 from bytescale.data.tokenizers import TokenArray, Tokenizer
 from bytescale.errors import UserError, counted
+from bytescale.files import expand_home, sync, write_text_atomically
+from bytescale.locks import NOTIFY_AFTER_S, is_gone, locked, machine_name
 
-FORMAT_VERSION = 1
-BATCH_CHARACTERS = 1 << 20
-BATCH_DOCUMENTS = 1024
-NOTIFY_AFTER_S = 5.0
+FORMAT_VERSION = 2
+LEFTOVER_AGE_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,29 +50,34 @@ class TokenCorpus:
     Attributes:
         tokens: all documents one after the other, each with its end token; memory-mapped. Shape [num_tokens].
         offsets: document i is tokens[offsets[i]:offsets[i+1]]. Shape [num_documents + 1].
+        num_frame_tokens: tokens of every document that are not of its text: the end token, and the begin token if any.
+        notes: lines for whoever started the run.
     """
 
     tokens: TokenArray
     offsets: IntArray
+    num_frame_tokens: int = 1
+    notes: tuple[str, ...] = ()
 
     @property
     def num_documents(self) -> int:
         return len(self.offsets) - 1
 
 
-def default_cache_dir() -> Path:
-    """`bytescale` in the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "bytescale"
+def default_cache_dir() -> Path | None:
+    """`bytescale` in the user's cache directory (XDG_CACHE_HOME, else ~/.cache); None for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache")
+    return None if base is None else Path(base) / "bytescale"
 
 
-def cache_key(source: TextSource, tokenizer: Tokenizer) -> str:
-    """Name of the entry that holds `source` in the ids of `tokenizer`.
+def cache_key(source: TextSource, tokenizer: Tokenizer, manifest: Path | None = None) -> str:
+    """Name of the entry that holds `source` in the ids of `tokenizer`; `manifest` as for `file_digests`.
 
     Raises:
         UserError: a file of the source cannot be read.
     """
-    parts = [f"format {FORMAT_VERSION}", content_fingerprint(source), tokenizer.fingerprint]
+    contents = content_fingerprint(source, file_digests(source.paths, manifest))
+    parts = [f"format {FORMAT_VERSION}", contents, tokenizer.fingerprint]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=20).hexdigest()
 
 
@@ -82,46 +89,65 @@ def open_corpus(
     Args:
         source: the documents.
         tokenizer: makes the ids.
-        cache_dir: directory of entries; None is `default_cache_dir()`.
+        cache_dir: directory of entries; None is `default_cache_dir()`, or one in the temporary directory if need be.
         notify_after_s: a longer wait for another process that builds the same entry says so on stderr.
 
     Raises:
         UserError: a file of the source is bad, the source holds no document, or the cache cannot be written.
     """
-    directory = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    key = cache_key(source, tokenizer)
-    corpus = _load(directory / key)
-    if corpus is not None:
-        return corpus
+    asked = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    problem = "there is no home directory" if asked is None else _why_unusable(asked)
+    directory, notes = asked, tuple[str, ...]()
+    if cache_dir is None and problem is not None:
+        directory = _temporary_cache_dir(problem)
+        where = "" if asked is None else f" {asked}"
+        notes = (f"no cache directory{where} ({problem}): tokenised data is kept in {directory}; see data.cache_dir",)
+    assert directory is not None
+    key = cache_key(source, tokenizer, manifest_path(directory, source.root))
+    # A directory that cannot be written may well hold the entry.
+    corpus = _load(directory / key) or (asked and _load(asked / key)) or None
+    if corpus is None:
+        if problem is not None and not notes:
+            raise _cannot_keep(directory, problem)
+        try:
+            with locked(directory / f"{key}.lock", "tokenise the data", notify_after_s):
+                # Another process may have built it while this one waited.
+                corpus = _load(directory / key) or _rebuild(source, tokenizer, directory, key)
+        except OSError as error:
+            raise _cannot_keep(directory, error.strerror or str(error)) from None
+    num_frame_tokens = 1 if tokenizer.begin_id is None else 2
+    return dataclasses.replace(corpus, num_frame_tokens=num_frame_tokens, notes=notes)
+
+
+def _cannot_keep(directory: Path, problem: str) -> UserError:
+    return UserError(
+        f"cannot keep tokenised data in {directory}: {problem}; "
+        "set data.cache_dir to a directory with room that can be written"
+    )
+
+
+def _why_unusable(directory: Path) -> str | None:
+    """Why nothing can be written to `directory`, which is made where it is absent; None where it can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory / f"{key}.lock", notify_after_s):
-            # Another process may have built it while this one waited.
-            corpus = _load(directory / key) or _rebuild(source, tokenizer, directory, key)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
     except OSError as error:
+        return error.strerror or str(error)
+
+
+def _temporary_cache_dir(problem: str) -> Path:
+    """This user's cache in the temporary directory, where anybody could have made one of that name before."""
+    directory = Path(tempfile.gettempdir()) / f"bytescale-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise UserError(
-            f"cannot keep tokenised data in {directory}: {error.strerror or error}; "
-            "set data.cache_dir to a directory with room that can be written"
-        ) from None
-    return corpus
-
-
-@contextlib.contextmanager
-def _locked(path: Path, notify_after_s: float) -> Iterator[None]:
-    """Hold an exclusive lock on `path`. The file stays: removing it would let two holders in."""
-    with open(path, "a") as file:
-        began = time.monotonic()
-        told = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told and time.monotonic() - began >= notify_after_s:
-                    print(f"waiting for another process to tokenise the data into {path.parent}", file=sys.stderr)
-                    told = True
-                time.sleep(0.05)
-        yield
+            f"no cache directory ({problem}), and {directory} is not this user's alone; set data.cache_dir to a "
+            "directory that can be written"
+        )
+    return directory
 
 
 def _load(entry: Path) -> TokenCorpus | None:
@@ -142,38 +168,79 @@ def _load(entry: Path) -> TokenCorpus | None:
 
 
 def _rebuild(source: TextSource, tokenizer: Tokenizer, directory: Path, key: str) -> TokenCorpus:
-    """Build the entry under the lock, in place of a damaged one and of what dead builders left."""
-    for leftover in [*directory.glob(f".{key}.*.tmp"), directory / key]:
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary = directory / f".{key}.{uuid.uuid4().hex}.tmp"
+    """Build the entry, in place of a damaged one."""
+    _clear_leftovers(directory)
+    shard_dir = directory / f".{key}.shards"
+    temporary = _own_directory(directory, key)
     temporary.mkdir()
     try:
-        _build(source, tokenizer, temporary)
-        # A file system whose locks do not reach other hosts may let another builder finish first; its entry is as good.
-        with contextlib.suppress(OSError):
-            os.rename(temporary, directory / key)
+        _build(source, tokenizer, temporary, shard_dir)
+        _publish(temporary, directory / key)
+    except UserError as error:
+        # A file that could not be read may be readable next time; data that is put right has another key.
+        if not isinstance(error.__cause__, OSError):
+            shutil.rmtree(shard_dir, ignore_errors=True)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     corpus = _load(directory / key)
     if corpus is None:
         raise OSError(f"entry {key} cannot be read back after writing it")
+    shutil.rmtree(shard_dir, ignore_errors=True)
     return corpus
 
 
-def _build(source: TextSource, tokenizer: Tokenizer, directory: Path) -> None:
+def _own_directory(directory: Path, key: str) -> Path:
+    """A new name for something unfinished, which says whose it is."""
+    return directory / f".{key}.{machine_name()}.{os.getpid()}.{uuid.uuid4().hex[:12]}.tmp"
+
+
+def _clear_leftovers(directory: Path) -> None:
+    """Remove what builders of any entry left that are dead for certain."""
+    for path in [*directory.glob(".*.tmp"), *directory.glob(".*.shards")]:
+        _, _, *owner = path.name.split(".")
+        if len(owner) == 4 and owner[1].isdecimal() and is_gone(owner[0], int(owner[1])):
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        with contextlib.suppress(OSError):
+            changed_s = max(inner.stat().st_mtime for inner in [path, *path.iterdir()])
+            if time.time() - changed_s > LEFTOVER_AGE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _publish(temporary: Path, entry: Path) -> None:
+    """Give what was built its name, unless another builder, whose locks do not reach here, did so first."""
+    sync(temporary)
+    if _load(entry) is not None:
+        return
+    if entry.exists():
+        aside = _own_directory(entry.parent, entry.name)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(entry, aside)
+        # What went aside may be the whole entry that another one put there just now; then it goes back.
+        with contextlib.suppress(OSError):
+            if _load(aside) is not None:
+                os.rename(aside, entry)
+        shutil.rmtree(aside, ignore_errors=True)
+    # Onto an entry that is there a directory cannot be renamed; that entry is as good.
+    with contextlib.suppress(OSError):
+        os.rename(temporary, entry)
+    sync(entry.parent)
+
+
+def _build(source: TextSource, tokenizer: Tokenizer, directory: Path, shard_dir: Path) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     num_tokens = num_documents = 0
     with (
-        _NpyWriter(directory / "tokens.npy", dtype) as tokens_file,
-        _NpyWriter(directory / "offsets.npy", np.dtype("<i8")) as offsets_file,
+        NpyWriter(directory / "tokens.npy", dtype) as tokens_file,
+        NpyWriter(directory / "offsets.npy", np.dtype("<i8")) as offsets_file,
     ):
         offsets_file.append(np.zeros(1))
-        for batch in _batches(iter_documents(source)):
-            tokens, lengths = tokenizer.encode([document.text for document in batch])
-            tokens_file.append(tokens)
-            offsets_file.append(num_tokens + np.cumsum(lengths))
-            num_tokens += len(tokens)
-            num_documents += len(batch)
+        for shard in shards(source, tokenizer, shard_dir):
+            tokens_file.append(shard.tokens)
+            offsets_file.append(num_tokens + np.cumsum(shard.lengths))
+            num_tokens += len(shard.tokens)
+            num_documents += len(shard.lengths)
     if num_documents == 0:
         raise UserError(
             f'data.source = "{source.kind}" is empty: no document in its {counted(len(source.files), "file")} under '
@@ -184,63 +251,10 @@ def _build(source: TextSource, tokenizer: Tokenizer, directory: Path) -> None:
         "version": FORMAT_VERSION,
         "source": source.kind,
         "tokenizer": tokenizer.name,
+        "begin_id": tokenizer.begin_id,
         "end_id": tokenizer.end_id,
         "num_tokens": num_tokens,
         "num_documents": num_documents,
         "size_bytes": {name: (directory / name).stat().st_size for name in ("tokens.npy", "offsets.npy")},
     }
-    with open(directory / "meta.json", "w") as file:
-        json.dump(meta, file, indent=1)
-        _sync(file)
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in groups worth one call of the tokenizer."""
-    batch: list[Document] = []
-    num_characters = 0
-    for document in documents:
-        batch.append(document)
-        num_characters += len(document.text)
-        if num_characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-class _NpyWriter:
-    """A one-dimensional .npy file whose length is known only at the end.
-
-    numpy leaves room in the header for any length, so the header is written again in place when the file closes.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._num_items = 0
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
-        self._write_header()
-        self._data_begin = self._file.tell()
-
-    def _write_header(self) -> None:
-        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._num_items,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-    def append(self, values: npt.NDArray[Any]) -> None:
-        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
-        self._num_items += len(values)
-
-    def __enter__(self) -> "_NpyWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:
-            if kind is None:
-                self._file.seek(0)
-                self._write_header()
-                assert self._file.tell() == self._data_begin
-                _sync(self._file)
+    write_text_atomically(directory / "meta.json", json.dumps(meta, indent=1))

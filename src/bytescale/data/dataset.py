@@ -1,15 +1,16 @@
 """The sequences of a corpus: which documents, cut where, in columns that a planner can read before any token is.
 
-A sequence is the tokens of one document with its end token, or a part of them where a document is longer than
-`max_context` and `overlong` is `split`. Invariants: every sequence has 1..max_context tokens, none spans two documents,
-order is that of the source; what was left out is counted and never silent. A sequence of s tokens has s - 1 targets:
-its last token has no next one, also where a document was cut.
+A sequence is the tokens of one document with its end token, and its begin token if the tokenizer has one, or a part of
+them where a document is longer than `max_context` and `overlong` is `split`: then only the first part begins with it.
+Invariants: every sequence has 1..max_context tokens, none spans two documents, order is that of the source; what was
+left out is counted and never silent. A sequence of s tokens has s - 1 targets: its last token has no next one, also
+where a document was cut.
 
 Cost: 24 bytes of memory a sequence; tokens stay on disk until `read`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class DatasetCounts:
 
     Attributes:
         documents: documents of the source, empty ones included.
-        empty_dropped: documents without a token before the end token.
+        empty_dropped: documents without a token of text.
         overlong_split: documents cut into several sequences.
         overlong_dropped: documents left out for their length.
         sequences: sequences that remain.
@@ -67,6 +68,7 @@ class SequenceDataset:
         num_targets: targets of each sequence, length - 1.
         starts: where each sequence begins in `tokens`.
         counts: what became of the documents.
+        notes: lines for whoever started the run: what was left out, or taken other than asked.
     """
 
     tokens: TokenArray
@@ -74,6 +76,7 @@ class SequenceDataset:
     num_targets: IntArray
     starts: IntArray
     counts: DatasetCounts
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -105,7 +108,7 @@ def build_dataset(
         UserError: a document is too long and `overlong` is `error`, or no sequence has a target.
     """
     lengths = np.diff(corpus.offsets).astype(np.int64)
-    empty = lengths <= 1
+    empty = lengths <= corpus.num_frame_tokens
     long = lengths > max_context
     if overlong == "error" and long.any():
         first = int(long.argmax())
@@ -126,7 +129,14 @@ def build_dataset(
     )
     if not (lengths > 1).any():
         raise UserError(f"no sequence has a token to predict: {counts.describe()}; check data.path and data.overlong")
-    return SequenceDataset(tokens=corpus.tokens, lengths=lengths, num_targets=lengths - 1, starts=starts, counts=counts)
+    return SequenceDataset(
+        tokens=corpus.tokens,
+        lengths=lengths,
+        num_targets=lengths - 1,
+        starts=starts,
+        counts=counts,
+        notes=corpus.notes,
+    )
 
 
 def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None) -> SequenceDataset:
@@ -140,10 +150,13 @@ def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None) -> Sequ
         UserError: anything about the data that the user can put right; the message says how.
     """
     source = open_source(config)
-    corpus = open_corpus(source, tokenizer or load_tokenizer(config), config.cache_dir)
-    return build_dataset(
+    tokenizer = tokenizer or load_tokenizer(config)
+    corpus = open_corpus(source, tokenizer, config.cache_dir)
+    dataset = build_dataset(
         corpus, config.max_context, config.overlong, name_of=lambda document: document_name(source, document)
     )
+    left_out = (f"left out under {source.root}: {source.left_out}",) if source.left_out else ()
+    return replace(dataset, notes=(*left_out, *tokenizer.notes, *corpus.notes))
 
 
 def _cut(starts: IntArray, lengths: IntArray, max_context: int) -> tuple[IntArray, IntArray]:

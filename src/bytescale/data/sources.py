@@ -2,39 +2,30 @@
 
 A `TextSource` is a fixed, sorted list of files; `iter_documents` reads them one after the other and
 `content_fingerprint` identifies what they hold. Invariants: the same files give the same documents in the same order on
-every machine; text is never stripped or normalised; a file that cannot be read or decoded is an error that names it,
-never a silent gap. Only `python-stdlib` decodes leniently, since the standard library's own tests hold files in other
-encodings: bytes that are not UTF-8 become U+FFFD there.
+every machine; which files there are follows one rule, that of `bytescale.data.walk`, whatever the kind of source. Only
+`python-stdlib` decodes leniently, since the standard library's own tests hold files in other encodings: bytes that are
+not UTF-8 become U+FFFD there.
 
-Cost: memory of one document (one record batch of `parquet`); a fingerprint reads every byte once.
+Cost: that of the readers in `bytescale.data.documents`.
 """
 
-import glob
 import hashlib
 import itertools
-import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from glob import has_magic
+from pathlib import Path
+from typing import NamedTuple
 
 from bytescale.config.schema import DataConfig, Source
-from bytescale.data.optional import one_line, require
-from bytescale.errors import UserError, nearest
-
-PARQUET_BATCH_ROWS = 256
-"""Rows of one record batch; small, since one row may be a whole book."""
+from bytescale.data.digests import file_digests
+from bytescale.data.documents import Document, jsonl_documents, parquet_documents, text_document, unreadable
+from bytescale.data.walk import find_files, split_glob
+from bytescale.errors import UserError
 
 _NOT_STDLIB = ("__pycache__", "site-packages", "dist-packages")
-
-
-@dataclass(frozen=True)
-class Document:
-    """One raw text. `name` says where it came from: a relative path, or file:line."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -46,12 +37,25 @@ class TextSource:
         root: directory that `files` are relative to.
         files: relative POSIX paths, sorted.
         text_field: JSON key or parquet column that holds the text.
+        left_out: what the search for the files passed over, in words; empty for nothing.
     """
 
     kind: Source
     root: Path
     files: tuple[str, ...]
     text_field: str
+    left_out: str = ""
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.root / name for name in self.files]
+
+
+class Position(NamedTuple):
+    """A place between two documents: so many files are read whole, and so many documents of the next one."""
+
+    file: int = 0
+    document: int = 0
 
 
 def open_source(config: DataConfig) -> TextSource:
@@ -60,22 +64,29 @@ def open_source(config: DataConfig) -> TextSource:
     Raises:
         UserError: the path does not exist, is of the wrong kind, or matches no file.
     """
+    unwanted: tuple[str, ...] = ()
     if config.source == "python-stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        files = _stdlib_files(root)
+        root, pattern, unwanted = sysconfig.get_path("stdlib"), "**/*.py", _NOT_STDLIB
         sought = f"no .py file in the standard library at {root}"
     else:
         assert config.path is not None
         path = config.path
         if config.source == "text-tree":
-            root, files = _tree_files(path, config.glob)
-            sought = f"no file matches {config.glob} under {path}; hidden files and directories are skipped"
+            root, pattern = _checked_tree(path), config.glob
+            sought = f"no file matches {pattern} under {root}"
         else:
-            root, files = _listed_files(path)
+            root, pattern = _split_listed(path)
             sought = f"no file matches {path}"
+    if pattern:
+        found = find_files(root, pattern, unwanted, "data.glob" if config.source == "text-tree" else "data.path")
+        files, left_out = found.names, found.left_out
+    else:
+        files, left_out = (os.path.basename(root),), ""
+        root = os.path.dirname(root)
     if not files:
-        raise UserError(f'data.source = "{config.source}" is empty: {sought}')
-    return TextSource(kind=config.source, root=root, files=tuple(sorted(files)), text_field=config.text_field)
+        passed_over = f"; left out: {left_out}" if left_out else ""
+        raise UserError(f'data.source = "{config.source}" is empty: {sought}{passed_over}')
+    return TextSource(config.source, Path(root), files, config.text_field, left_out)
 
 
 def iter_documents(source: TextSource) -> Iterator[Document]:
@@ -84,17 +95,16 @@ def iter_documents(source: TextSource) -> Iterator[Document]:
     Raises:
         UserError: a file cannot be read or decoded, or a record of it holds no text; the message names it.
     """
-    for name in source.files:
-        path = source.root / name
-        try:
-            if source.kind == "jsonl":
-                yield from _jsonl_documents(path, name, source.text_field)
-            elif source.kind == "parquet":
-                yield from _parquet_documents(path, name, source.text_field)
-            else:
-                yield Document(name, _decode(path, strict=source.kind == "text-tree"))
-        except OSError as error:
-            raise _unreadable(path, error) from None
+    return (document for document, _ in documents_from(source, Position()))
+
+
+def documents_from(source: TextSource, begin: Position) -> Iterator[tuple[Document, Position]]:
+    """The documents behind `begin`, each with the position behind it; files before it are not opened."""
+    for number in range(begin.file, len(source.files)):
+        documents = _documents(source, source.files[number])
+        first = begin.document if number == begin.file else 0
+        for index, document in enumerate(itertools.islice(documents, first, None), first + 1):
+            yield document, Position(number, index)
 
 
 def document_name(source: TextSource, index: int) -> str:
@@ -102,10 +112,14 @@ def document_name(source: TextSource, index: int) -> str:
     return next(itertools.islice(iter_documents(source), index, None)).name
 
 
-def content_fingerprint(source: TextSource) -> str:
+def content_fingerprint(source: TextSource, digests: Sequence[str] | None = None) -> str:
     """Hexadecimal digest of the kind and of the contents of all files, in order.
 
     File names, places and times do not enter, so a moved or touched tree keeps its fingerprint.
+
+    Args:
+        source: the files.
+        digests: what `file_digests` says of them, where the caller knows; None reads them.
 
     Raises:
         UserError: a file cannot be read.
@@ -113,129 +127,45 @@ def content_fingerprint(source: TextSource) -> str:
     digest = hashlib.blake2b(source.kind.encode(), digest_size=20)
     if source.kind in ("jsonl", "parquet"):
         digest.update(b"\0" + source.text_field.encode())
-    for name in source.files:
-        path = source.root / name
-        try:
-            with open(path, "rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
-        except OSError as error:
-            raise _unreadable(path, error) from None
+    for of_file in file_digests(source.paths) if digests is None else digests:
+        digest.update(bytes.fromhex(of_file))
     return digest.hexdigest()
 
 
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot read {path}: {error.strerror or one_line(error)}")
-
-
-def _stdlib_files(root: Path) -> list[str]:
-    files: list[str] = []
-    for directory, names, leaves in os.walk(root):
-        names[:] = [name for name in names if name not in _NOT_STDLIB and not name.startswith(".")]
-        files += [str(Path(directory, leaf).relative_to(root).as_posix()) for leaf in leaves if leaf.endswith(".py")]
-    return files
-
-
-def _tree_files(path: str, pattern: str) -> tuple[Path, list[str]]:
-    root = Path(path)
-    if not root.is_dir():
-        problem = "is not a directory" if root.exists() else "does not exist"
-        raise UserError(f"data.path = {path} {problem}; a text-tree needs a directory of text files")
-    # A pattern that names a hidden part itself asks for it.
-    wants_hidden = any(part.startswith(".") for part in PurePath(pattern).parts)
-    files: list[str] = []
+def _documents(source: TextSource, name: str) -> Iterator[Document]:
+    path = source.root / name
     try:
-        for found in root.glob(pattern):
-            relative = found.relative_to(root)
-            hidden = any(part.startswith(".") for part in relative.parts)
-            if (wants_hidden or not hidden) and found.is_file():
-                files.append(relative.as_posix())
+        if source.kind == "jsonl":
+            yield from jsonl_documents(path, name, source.text_field)
+        elif source.kind == "parquet":
+            yield from parquet_documents(path, name, source.text_field)
+        else:
+            yield text_document(path, name, strict=source.kind == "text-tree")
     except OSError as error:
-        raise _unreadable(root, error) from None
-    except (ValueError, NotImplementedError) as error:
-        raise UserError(
-            f"data.glob = {pattern!r} cannot be used ({one_line(error)}); give a relative pattern such as **/*.txt"
-        ) from None
-    return root, files
+        raise unreadable(path, error) from error
 
 
-def _listed_files(path: str) -> tuple[Path, list[str]]:
+def _checked_tree(path: str) -> str:
+    if os.path.isdir(path):
+        return path
+    hint = "a text-tree needs a directory of text files"
+    if has_magic(path):
+        root, pattern = split_glob(path)
+        hint = f'a text-tree takes a directory and a pattern: set data.path = "{root}" and data.glob = "{pattern}"'
+    elif os.path.exists(path):
+        root, name = os.path.split(path)
+        hint = f'a text-tree takes a directory and a pattern: set data.path = "{root or "."}" and data.glob = "{name}"'
+    raise UserError(f"data.path = {path} {'is not a directory' if os.path.exists(path) else 'does not exist'}; {hint}")
+
+
+def _split_listed(path: str) -> tuple[str, str]:
+    """Root and pattern of a file or glob; the pattern of a file is empty, its root is the file."""
     if os.path.isdir(path):
         raise UserError(f"data.path = {path} is a directory; give a file or a glob such as {os.path.join(path, '*')}")
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"data.path = {path} is not a regular file; the data is read more than once")
     if os.path.lexists(path):
-        found = [path]
-    elif glob.has_magic(path):
-        found = [name for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
-    else:
+        return path, ""
+    if not has_magic(path):
         raise UserError(f"data.path = {path} does not exist")
-    if not found:
-        return Path(), []
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in found])
-    return Path(root), [Path(os.path.relpath(name, root)).as_posix() for name in found]
-
-
-def _decode(path: Path, strict: bool) -> str:
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8", errors="strict" if strict else "replace")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text (byte {error.start}); convert it or narrow data.glob to leave it out"
-        ) from None
-
-
-def _jsonl_documents(path: Path, name: str, text_field: str) -> Iterator[Document]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.isspace():
-                continue
-            yield Document(f"{name}:{number}", _jsonl_text(line, f"{path}:{number}", text_field))
-
-
-def _jsonl_text(line: bytes, place: str, text_field: str) -> str:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not a line of JSON: {one_line(error)}") from None
-    if not isinstance(record, dict):
-        raise UserError(f'{place} holds a {type(record).__name__}; each line must be an object with "{text_field}"')
-    if text_field not in record:
-        raise UserError(f'{place} has no "{text_field}"; set data.text_field ({nearest(text_field, record)})')
-    text = record[text_field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise UserError(f'{place}: "{text_field}" is a {type(text).__name__}, not text; set data.text_field')
-    if b"\\u" in line:
-        # JSON can escape half of a surrogate pair, which no UTF-8 text and no tokenizer can hold.
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise UserError(f'{place}: "{text_field}" holds half of a surrogate pair; it is not valid text') from None
-    return text
-
-
-def _parquet_documents(path: Path, name: str, text_field: str) -> Iterator[Document]:
-    parquet = require("pyarrow.parquet", "data", 'data.source = "parquet"')
-    row = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if text_field not in columns:
-                raise UserError(
-                    f'{path} has no column "{text_field}"; set data.text_field ({nearest(text_field, columns)})'
-                )
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=[text_field]):
-                for value in batch.column(0):
-                    text = value.as_py()
-                    if text is not None and not isinstance(text, str):
-                        raise UserError(
-                            f'{path}: column "{text_field}" holds {type(text).__name__}, not text; set data.text_field'
-                        )
-                    yield Document(f"{name}:{row}", text or "")
-                    row += 1
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} as parquet (row {row}): {one_line(error)}") from None
+    return split_glob(path)

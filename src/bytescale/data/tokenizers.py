@@ -1,9 +1,9 @@
 """From text to token ids: the built-in byte tokenizer, and any `tokenizer.json` file.
 
-Both end every document with one end token and add nothing else: no begin token, no template, no padding and no
-truncation, whatever the file asks for. Text is never stripped. `fingerprint` changes whenever the ids of some text
-could change; it is part of the key of the token cache. Tokens of a batch of documents come as one flat array plus
-lengths, so that no Python object per token exists.
+Both end every document with one end token. A file may open it with one begin token where `data.begin_token` says so;
+nothing else is added: no template, no padding and no truncation, whatever the file asks for. Text is never stripped.
+`fingerprint` changes whenever the ids of some text could change; it is part of the key of the token cache. Tokens of a
+batch of documents come as one flat array plus lengths, so that no Python object per token exists.
 
 Cost: the byte tokenizer is vectorised over the batch; files run in the `tokenizers` library, on its own threads.
 """
@@ -47,15 +47,23 @@ class Tokenizer(Protocol):
         """Id that ends every document."""
 
     @property
+    def begin_id(self) -> int | None:
+        """Id that opens every document; None without one."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for whoever started the run."""
+
+    @property
     def fingerprint(self) -> str:
         """Hexadecimal digest of everything that decides the ids."""
 
     def encode(self, texts: Sequence[str]) -> tuple[TokenArray, IntArray]:
-        """Tokens of all texts, each followed by the end token.
+        """Tokens of all texts, each after the begin token, if there is one, and followed by the end token.
 
         Returns:
             tokens: all documents one after the other. Shape [sum(lengths)].
-            lengths: tokens of each document, end token included. Shape [len(texts)].
+            lengths: tokens of each document, begin and end token included. Shape [len(texts)].
 
         Raises:
             UserError: some text has no tokens in this vocabulary.
@@ -70,6 +78,8 @@ class ByteTokenizer:
     vocab_size: int = BYTE_END + 1
     end_id: int = BYTE_END
     fingerprint: str = "byte"
+    begin_id: None = None
+    notes: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[str]) -> tuple[TokenArray, IntArray]:
         """See `Tokenizer.encode`."""
@@ -90,6 +100,8 @@ class FileTokenizer:
     end_id: int
     fingerprint: str
     library: Any
+    begin_id: int | None = None
+    notes: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[str]) -> tuple[TokenArray, IntArray]:
         """See `Tokenizer.encode`."""
@@ -98,9 +110,10 @@ class FileTokenizer:
             encoded = [np.asarray(e.ids, dtype=np.uint32) for e in run(list(texts), add_special_tokens=False)]
         except Exception as error:  # The library raises plain Exception, e.g. for a missing unknown-word token.
             raise UserError(f"tokenizer {self.name} cannot encode the data: {one_line(error)}") from None
-        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)) + 1
+        begin = np.array([] if self.begin_id is None else [self.begin_id], dtype=np.uint32)
         end = np.array([self.end_id], dtype=np.uint32)
-        parts = [part for ids in encoded for part in (ids, end)]
+        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)) + len(begin) + 1
+        parts = [part for ids in encoded for part in (begin, ids, end)]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint32), lengths
 
 
@@ -108,11 +121,13 @@ def tokenizer_file(config: DataConfig) -> Path | None:
     """The tokenizer.json of `config`, which is there; None for bytes.
 
     Raises:
-        UserError: no such file, or an end token for bytes, which have their own.
+        UserError: no such file, or an end or begin token for bytes, which have their own or none.
     """
     if config.tokenizer in (None, BYTE_TOKENIZER):
         if config.end_token is not None:
             raise UserError("data.end_token does not apply to the byte tokenizer, which ends a document with id 256")
+        if config.begin_token is not False:
+            raise UserError("data.begin_token does not apply to the byte tokenizer, which has no token for it")
         return None
     assert config.tokenizer is not None
     path = file_of(config.tokenizer)
@@ -138,12 +153,17 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     end_id = _end_id(path, config.end_token, vocabulary)
     digest = hashlib.blake2b(content, digest_size=20)
     digest.update(f"end {end_id}".encode())
+    begin_id = _begin_id(path, config.begin_token, vocabulary, library)
+    if begin_id is not None:
+        digest.update(f"begin {begin_id}".encode())
     return FileTokenizer(
         name=str(path),
         vocab_size=1 + max(vocabulary.values()),
         end_id=end_id,
         fingerprint=digest.hexdigest(),
         library=library,
+        begin_id=begin_id,
+        notes=() if config.begin_token is not False else _unused_begin(path, vocabulary, library),
     )
 
 
@@ -181,14 +201,9 @@ def _end_id(path: Path, end_token: str | None, vocabulary: dict[str, int]) -> in
         if end_token not in vocabulary:
             raise UserError(f'data.end_token = "{end_token}" is not in the vocabulary of {path}')
         return vocabulary[end_token]
-    stated = _stated_end_token(path.with_name("tokenizer_config.json"))
+    stated = _stated_id(path, "eos_token", vocabulary, "data.end_token")
     if stated is not None:
-        if stated not in vocabulary:
-            raise UserError(
-                f'tokenizer_config.json beside {path} says eos_token "{stated}", which the vocabulary lacks; '
-                "set data.end_token"
-            )
-        return vocabulary[stated]
+        return stated
     for name in COMMON_END_TOKENS:
         if name in vocabulary:
             return vocabulary[name]
@@ -197,15 +212,60 @@ def _end_id(path: Path, end_token: str | None, vocabulary: dict[str, int]) -> in
     )
 
 
-def _stated_end_token(path: Path) -> str | None:
-    """`eos_token` of a tokenizer_config.json; None when there is no file or it says nothing."""
+def _begin_id(path: Path, begin_token: str | int | bool, vocabulary: dict[str, int], library: Any) -> int | None:
+    if begin_token is False:
+        return None
+    if begin_token is True:
+        own = _ids_in_front(library)
+        if len(own) > 1:
+            raise UserError(f"{path} puts {len(own)} tokens in front of a text; set data.begin_token to one token")
+        begin_id = own[0] if own else _stated_id(path, "bos_token", vocabulary, "data.begin_token")
+        if begin_id is None:
+            raise UserError(f"{path} has no begin token of its own; set data.begin_token to one of its tokens or false")
+        return begin_id
+    if begin_token in vocabulary:
+        return vocabulary[str(begin_token)]
+    if type(begin_token) is int and begin_token in vocabulary.values():
+        return begin_token
+    raise UserError(f"data.begin_token = {json.dumps(begin_token)} is not in the vocabulary of {path}")
+
+
+def _ids_in_front(library: Any) -> list[int]:
+    """What the file's own template puts in front of a text."""
     try:
-        settings = json.loads(path.read_bytes())
+        plain, framed = (list(library.encode("a", add_special_tokens=framed).ids) for framed in (False, True))
+    except Exception:  # The library raises plain Exception; whoever encodes the data hears of it.
+        return []
+    starts = (i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)
+    return framed[: next(starts, 0)]
+
+
+def _unused_begin(path: Path, vocabulary: dict[str, int], library: Any) -> tuple[str, ...]:
+    """A line for whoever trains without the begin token that the file would put in front of a text."""
+    own = _ids_in_front(library)
+    if not own:
+        return ()
+    names = {i: name for name, i in vocabulary.items()}
+    tokens = " ".join(names.get(i, str(i)) for i in own)
+    return (f"{path} puts {tokens} in front of a text, this run does not; to do so set data.begin_token = true",)
+
+
+def _stated_id(path: Path, key: str, vocabulary: dict[str, int], setting: str) -> int | None:
+    """Id of a token that the tokenizer_config.json beside `path` names; None when there is no file or it does not."""
+    path_stated = path.with_name("tokenizer_config.json")
+    try:
+        settings = json.loads(path_stated.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {one_line(error)}; repair it or set data.end_token") from None
-    token = settings.get("eos_token") if isinstance(settings, dict) else None
+        raise UserError(f"cannot read {path_stated}: {one_line(error)}; repair it or set {setting}") from None
+    token = settings.get(key) if isinstance(settings, dict) else None
     if isinstance(token, dict):
         token = token.get("content")
-    return token if isinstance(token, str) else None
+    if not isinstance(token, str):
+        return None
+    if token not in vocabulary:
+        raise UserError(
+            f'tokenizer_config.json beside {path} says {key} "{token}", which the vocabulary lacks; set {setting}'
+        )
+    return vocabulary[token]

@@ -16,7 +16,14 @@ from bytescale.config.tokenizer import check_tokenizer
 from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec, cost_model
 from bytescale.cost.predict import stage_layers
 from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
-from bytescale.data import SequenceDataset, Tokenizer, check_vocab, load_tokenizer, open_dataset
+from bytescale.data import (
+    SequenceDataset,
+    Tokenizer,
+    check_vocab,
+    load_tokenizer,
+    open_dataset,
+    repetition_notes,
+)
 from bytescale.errors import UserError, counted
 from bytescale.plan.memory import capacity_tokens
 from bytescale.plan.step_plan import StepPlan
@@ -25,6 +32,7 @@ from bytescale.runtime.model.hf_config import load_config, model_shape
 from bytescale.runtime.model.stages import layer_ranges
 from bytescale.train.checks import check_first
 from bytescale.train.offload import check_offloading
+from bytescale.train.optimizer import learning_rate
 
 Planner = Callable[[IntArray], StepPlan]
 
@@ -101,7 +109,7 @@ def model_and_tokenizer(config: Config, max_context: int) -> tuple[Any, Tokenize
     tokenizer = load_tokenizer(config.data)
     # Any vocabulary holds the bytes; a preset takes that of a file.
     vocab_size = None if config.data.tokenizer in (None, BYTE_TOKENIZER) else tokenizer.vocab_size
-    model_config = load_config(config.model, max_context, tokenizer.end_id, vocab_size)
+    model_config = load_config(config.model, max_context, tokenizer.end_id, vocab_size, tokenizer.begin_id)
     check_vocab(tokenizer, model_config.vocab_size)
     return model_config, tokenizer
 
@@ -131,10 +139,15 @@ def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str
 
 
 def _notes(config: Config, shape: ModelShape, dataset: SequenceDataset) -> tuple[str, ...]:
-    if config.plan.profile is None:
-        return ()
-    beyond = beyond_range(_profile(config, shape), dataset.lengths)
-    return () if beyond is None else (beyond,)
+    notes = [*dataset.notes, *repetition_notes(dataset, config.batch, config.train.steps)]
+    train = config.train
+    if train.warmup_steps > train.steps > 0:
+        notes.append(
+            f"train.warmup_steps = {train.warmup_steps:,} is longer than the run of {counted(train.steps, 'step')}: "
+            f"the rate ends at {learning_rate(train.steps, train):.3g}, and train.lr = {train.lr:g} is never reached"
+        )
+    beyond = None if config.plan.profile is None else beyond_range(_profile(config, shape), dataset.lengths)
+    return tuple(notes) if beyond is None else (*notes, beyond)
 
 
 def run_cost(config: Config, shape: ModelShape) -> CostModel:

@@ -4,8 +4,8 @@ Whatever Transformers raises about a configuration is the user's to mend and bec
 `[model.config]` table the string "null" stands for it.
 
 What a new model does not state comes from its class, except what belongs to somebody else's tokenizer or data: special
-tokens are the data's (`end_id`) or none, and the length of the data only ever fills in a limit that takes no part in
-the model's function. A checkpoint keeps all that it says.
+tokens are the data's (`begin_id`, `end_id`) or none, and the length of the data only ever fills in a limit that takes
+no part in the model's function. A checkpoint keeps all that it says.
 """
 
 import json
@@ -30,7 +30,13 @@ _UNDECLARED = {"rope_theta", "rope_scaling", "head_dim"}
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def load_config(model: ModelConfig, max_context: int, end_id: int | None = None, vocab_size: int | None = None) -> Any:
+def load_config(
+    model: ModelConfig,
+    max_context: int,
+    end_id: int | None = None,
+    vocab_size: int | None = None,
+    begin_id: int | None = None,
+) -> Any:
     """The Hugging Face configuration that `model` describes, checked for what we support.
 
     Args:
@@ -38,6 +44,7 @@ def load_config(model: ModelConfig, max_context: int, end_id: int | None = None,
         max_context: longest sequence that is to come.
         end_id: the token that ends a document in the data; a new model's `eos_token_id` unless it states one.
         vocab_size: of a preset's embedding; None leaves it as it is.
+        begin_id: the token that opens one, if any; its `bos_token_id` likewise.
 
     Raises:
         UserError: unknown preset, architecture or key, unreadable checkpoint, or an unsupported feature.
@@ -47,7 +54,7 @@ def load_config(model: ModelConfig, max_context: int, end_id: int | None = None,
         config = _config_of_checkpoint(Path(model.path))
     else:
         table = model.config if model.config is not None else preset(str(model.preset), vocab_size)
-        config = _config_of_table(table, max_context, end_id)
+        config = _config_of_table(table, max_context, (begin_id, end_id, None))
     check_config(config, max_context)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
@@ -93,7 +100,7 @@ def _check_architecture(path: Path) -> None:
     )
 
 
-def _config_of_table(table: dict[str, Any], max_context: int, end_id: int | None) -> Any:
+def _config_of_table(table: dict[str, Any], max_context: int, special_ids: tuple[int | None, ...]) -> Any:
     values = _with_null(table)
     model_type = values.pop("model_type", None)
     if not isinstance(model_type, str):
@@ -118,8 +125,9 @@ def _config_of_table(table: dict[str, Any], max_context: int, end_id: int | None
     except Exception as error:
         raise UserError(f"[model.config]: {complaint(error)}") from None
     _check_theta(values, config)
-    for key in set(_SPECIAL_TOKENS) - set(values):
-        setattr(config, key, end_id if key == "eos_token_id" else None)
+    for key, token_id in zip(_SPECIAL_TOKENS, special_ids, strict=True):
+        if key not in values:
+            setattr(config, key, token_id)
     return config
 
 
