@@ -35,8 +35,8 @@ from bytescale.reproduction.systems import NUM_BATCHES
 def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None, as_json: bool) -> None:
     """Compute a published figure and print ours, the paper's and the ratio.
 
-    FIGURE is fig4, fig5, fig6, fig17, fig18, fig19, fig20, fig21, beyond, scaling or all (default). All of them take
-    several minutes with 20 batches a cell; fig4 to fig6 and fig21 take seconds.
+    FIGURE is fig4, fig5, fig6, fig17, holdout, fig18, fig19, fig20, fig21, beyond, scaling or all (default). All of
+    them take many minutes with 20 batches a cell, holdout alone about ten; fig4 to fig6 and fig21 take seconds.
     """
     if figure != "all" and figure not in FIGURES:
         raise UserError(f"unknown figure {figure!r}; {nearest(figure, [*FIGURES, 'all'])}")

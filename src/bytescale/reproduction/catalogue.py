@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from bytescale.reproduction.figures.beyond import scaling, strategy_table
 from bytescale.reproduction.figures.case_study import figure_18, figure_19, figure_20
+from bytescale.reproduction.figures.holdout import NUM_FIT_BATCHES, holdout
 from bytescale.reproduction.figures.offloading import figure_21
 from bytescale.reproduction.figures.small_figures import figure_4, figure_5, figure_6
 from bytescale.reproduction.figures.throughput import figure_17
@@ -40,6 +41,9 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "fig5": Figure("Bubbles of unequal micro-batches", lambda r: figure_5()),
         "fig6": Figure("Attention share over length; random packing", lambda r: figure_6()),
         "fig17": Figure("Speedup over static of six models", lambda r: figure_17(r.num_batches, r.progress)),
+        "holdout": Figure(
+            "Predicted beyond what was fitted", lambda r: holdout(min(r.num_batches, NUM_FIT_BATCHES), r.progress)
+        ),
         "fig18": Figure("Case study: one layer, one step, all ranks", lambda r: figure_18(r.num_batches)),
         "fig19": Figure("Busy kernels and ring traffic", lambda r: figure_19(r.num_batches)),
         "fig20": Figure("Ablation", lambda r: figure_20(r.num_batches)),

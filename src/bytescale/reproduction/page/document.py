@@ -61,6 +61,7 @@ def _words() -> dict[str, Any]:
 
 def _title(name: str) -> str:
     words = {
+        "holdout": "Held out: what the constants predict beyond what they were fitted to",
         "beyond": "Beyond the paper: all strategies on the same batches",
         "scaling": "Scaling from 64 to 16,384 ranks",
     }

@@ -120,8 +120,26 @@ def _scaling(rows: Sequence[Row]) -> Any:
     return picture
 
 
+def _holdouts(rows: Sequence[Row]) -> Any:
+    """Fitted and held-out error of every split, all models together."""
+    whole = [row for row in rows if row.model == "all"]
+    picture = figure(9, 1.2 + 0.6 * len(whole))
+    axes = picture.add_subplot()
+    for offset, label, values, colour in (
+        (-0.2, "fitted", [row.extra["fitted_error"] for row in whole], _NAIVE),
+        (0.2, "held out", [row.ours for row in whole], _BALANCE),
+    ):
+        axes.barh([i + offset for i in range(len(whole))], [100 * v for v in values], 0.36, color=colour, label=label)
+    axes.set_yticks(range(len(whole)), [row.extra["split"] for row in whole], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("geometric-mean error of the speedups of Fig. 17, per cent")
+    axes.legend(fontsize=8, frameon=False)
+    return picture
+
+
 _DRAWINGS: dict[str, Callable[[Sequence[Row]], Any]] = {
     "fig17": _speedups,
+    "holdout": _holdouts,
     "fig20": _ablation,
     "beyond": _strategies,
     "scaling": _scaling,
