@@ -23,8 +23,11 @@ class RunError(RuntimeError):
     """The run cannot go on, and no rank or program is at fault. The message is one line and complete in itself."""
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the run. The message is one line; the exit code is 128 + `signal_number`, as shells have it."""
+class Interrupted(BaseException):
+    """A signal ended the run. The message is one line; the exit code is 128 + `signal_number`, as shells have it.
+
+    No `KeyboardInterrupt`: click would take it for Ctrl-C, whatever the signal.
+    """
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)

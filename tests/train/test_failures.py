@@ -12,14 +12,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from bytescale import cli
+from bytescale.config.toml import load_config, parse_overrides
 from bytescale.errors import RunError
+from bytescale.report import read_summary
 from bytescale.train.trainer import _memory_in_words as in_words
+from bytescale.train.trainer import run
+from tests.traces import check_trace
 from tests.train.runs import command, environment, metrics, write_run
 
 pytestmark = pytest.mark.timeout(180)
@@ -182,7 +188,43 @@ def test_training_that_diverges_ends(config: Path, tmp_path: Path, start: Callab
     (line,) = the_end(process, 1, seconds=150)
     assert "training has diverged; lower train.lr" in line
     lines = metrics(tmp_path / "run")
-    assert line.startswith(f"bytescale: step {len(lines) + 1}: the ") and "NaN" not in json.dumps(lines)
+    assert line.startswith(f"bytescale: step {len(lines)}: the ") and lines[-1]["grad_norm"] is None
+    # What was reached before is kept.
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(bool(weight.isfinite().all()) for weight in saved.values())
+
+
+def test_a_step_that_is_not_finite_can_be_left_out(config: Path, tmp_path: Path) -> None:
+    words = ("--train.lr", "1e6", "--train.warmup_steps", "0", "--train.steps", "4", "--train.on_nonfinite", "skip")
+    overrides, _ = parse_overrides((*words, "--plan.tokens_per_rank", "600"))
+    assert run(load_config(config, overrides)) is None
+    norms = [line["grad_norm"] for line in metrics(tmp_path / "run")]
+    summary = read_summary(tmp_path / "run" / "summary.json")
+    assert norms[0] is not None and norms[1:] == [None] * 3
+    assert (summary.status, summary.num_nonfinite_steps) == ("finished", 3)
+    assert any("its update was left out" in note for note in summary.notes)
+
+
+def test_a_run_ends_on_request_with_all_that_it_reached(
+    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = start(command(config, "--nproc", 2, "--train.steps", "100000"))
+    pids = wait_for_step(process, tmp_path / "run", 2)
+    process.send_signal(signal.SIGINT)
+    the_end(process, 130, pids.values(), seconds=60)
+    run_dir, lines = tmp_path / "run", metrics(tmp_path / "run")
+    summary = read_summary(run_dir / "summary.json")
+    assert (summary.status, summary.steps) == ("stopped", len(lines))
+    assert any(note.startswith(f"stopped after step {len(lines)}; model saved in ") for note in summary.notes)
+    assert load_file(run_dir / "model" / "model.safetensors")
+    assert {"report.html", "trace.json"} <= {path.name for path in run_dir.iterdir()}
+    # One story: the numbers of the closing table are those of the metrics.
+    assert summary.targets == sum(line["tokens"] for line in lines)
+    assert summary.comm_bytes == sum(line["comm_bytes"] for line in lines)
+    assert summary.comm_bytes_static == sum(line["comm_bytes_static"] for line in lines)
+    assert all(a["timestamp"] < b["timestamp"] for a, b in pairwise(lines))
+    check_trace((run_dir / "trace.json").read_text())
 
 
 def test_idle_ranks_and_odd_lengths(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:

@@ -10,6 +10,7 @@ from bytescale.data import StepLoader
 from bytescale.simulator import simulate, step_spans
 from bytescale.trace import Span, last_step, read_trace
 from bytescale.train.prepare import prepare
+from tests.traces import check_trace
 from tests.train.runs import metrics, train, write_run
 
 STEPS = 3
@@ -48,7 +49,10 @@ def by_track(spans: list[Span]) -> dict[tuple[int, str], list[str]]:
 
 @pytest.mark.parametrize("hdp_size", [1, 2])
 def test_the_trace_has_the_tracks_and_operations_of_the_simulator(config_path: Path, hdp_size: int) -> None:
-    spans = read_trace(run(config_path, hdp_size) / "trace.json")
+    path = run(config_path, hdp_size) / "trace.json"
+    events = check_trace(path.read_text())
+    assert all({"micro_batch", "sequence_ids", "tokens"} <= set(e["args"]) for e in events if e["cat"] == "forward")
+    spans = read_trace(path)
     overrides, _ = parse_overrides(("--plan.tokens_per_rank", str(600 // hdp_size)))
     config = load_config(config_path, overrides)
     prepared = prepare(config, 2 * hdp_size)
