@@ -21,7 +21,7 @@ from bytescale.errors import UserError
 from bytescale.runtime.fsdp import TORCH_DTYPES, shard_model
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
-from bytescale.train.checkpoint import save_model, saved_config
+from bytescale.train.checkpoint import check_shared, save_model, saved_config
 from bytescale.train.prepare import model_and_tokenizer
 from bytescale.train.side_files import write_side_files
 from bytescale.train.weights_file import WeightsFile, split_by_size
@@ -116,6 +116,22 @@ def test_the_saved_model_is_what_transformers_would_save(
     # No rank ever holds more than a small part of the model, the writers included.
     largest = max(p.numel() for p in decoder.parameters()) * (2 if architecture == "mixtral" else 1)
     assert all(rank["most"] <= largest + 32 * 97 for rank in kept)
+
+
+def _look(ranks: Ranks, run_dir: Path) -> str:
+    """Rank 1, the second stage, sees another directory, as on a host of its own."""
+    try:
+        check_shared(run_dir / str(ranks.rank), world_of(ranks, pp_size=2), patience_s=0.1)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stage_that_does_not_see_the_run_directory_says_so_at_the_start(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "processes.json").touch()
+    first, second = ranks.run(2, _look, tmp_path)
+    assert first == "" and second.startswith(f"stage 1 does not see {tmp_path}/1; with a pipeline run.dir must be on")
 
 
 def test_files_of_weights_are_read_by_the_library(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`bytescale train CONFIG [--nproc N] [--section.key value ...]`.
+"""`bytescale train CONFIG [--nproc N] [--dry-run] [--section.key value ...]`.
 
 The same command serves one process, `--nproc N` local ranks (forked from this process, which imports torch for all of
 them) and a rank of torchrun on several nodes. Whatever can be checked before ranks exist is checked before, once:
@@ -6,6 +6,7 @@ configuration, world size, data, model. torch is imported only after the configu
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,57 @@ from bytescale.train.checks import check_first
 @click.command(
     "train",
     context_settings={"ignore_unknown_options": True},
-    options_metavar="CONFIG [--nproc N] [--section.key value ...]",
+    options_metavar="CONFIG [--nproc N] [--dry-run [--world N]] [--section.key value ...]",
 )
 @click.option("--nproc", type=int, help="Number of local ranks; without it one process trains.")
+@click.option("--dry-run", is_flag=True, help="Check everything, show what a run would open with, start nothing.")
+@click.option("--world", type=int, help="With --dry-run: number of ranks that the run is to have.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
-def train(nproc: int | None, arguments: tuple[str, ...]) -> int:
+def train(nproc: int | None, dry_run: bool, world: int | None, arguments: tuple[str, ...]) -> int:
     """Train a model as the TOML file CONFIG says.
 
     Any configuration key can be overridden: --train.steps 20, --plan.tokens-per-rank=4096, --model.config.hidden_size
     64. Under torchrun, call it as `torchrun ... -m bytescale train CONFIG`.
     """
-    overrides, rest = parse_overrides(arguments, ("--nproc",))
+    overrides, rest = parse_overrides(arguments, ("--nproc", "--dry-run", "--world"))
     if len(rest) != 1:
         raise UserError(f"one configuration file is needed, {len(rest)} are given" + "".join(f" {w}" for w in rest[:3]))
     config = load_config(Path(rest[0]), overrides)
+    _check_world(nproc, dry_run, world)
     world_size = torchrun.world_size(os.environ, nproc)
     with interruptible():
+        if dry_run:
+            return _dry_run(config, world or nproc or world_size or 1)
         if nproc is None or nproc == 1:
             return _train_in_this_process(config, world_size or 1)
         return _train_on_local_ranks(config, nproc)
+
+
+def _check_world(nproc: int | None, dry_run: bool, world: int | None) -> None:
+    if world is None:
+        return
+    if not dry_run:
+        raise UserError("--world is for --dry-run; --nproc N starts N local ranks")
+    if nproc is not None:
+        raise UserError(f"--world {world} and --nproc {nproc} both say how many ranks; give one")
+    if world < 1:
+        raise UserError(f"--world {world}: at least 1 rank is needed")
+
+
+def _dry_run(config: Config, world_size: int) -> int:
+    """Show what a run of that size would open with, and leave nothing behind."""
+    run_dir = Path(config.run.dir)
+    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    try:
+        check_first(config, world_size)
+        for line in _trainer().dry_run(config, world_size):
+            click.echo(line)
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+    click.echo("dry run: all checks passed, nothing was started")
+    return 0
 
 
 def _train_in_this_process(config: Config, world_size: int) -> int:

@@ -22,14 +22,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bytescale.config.schema import BYTE_TOKENIZER, Config
 from bytescale.config.tokenizer import TRAINED_BY, is_own
-from bytescale.errors import RunError
+from bytescale.errors import RunError, UserError
 from bytescale.files import write_text_atomically
 from bytescale.runtime.fsdp import TORCH_DTYPES, whole_tensor
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.world import World
 from bytescale.train.model_dir import replacing, under_way
 from bytescale.train.prepare import Prepared
-from bytescale.train.run_dir import writing
+from bytescale.train.run_dir import is_seen, writing
 from bytescale.train.side_files import write_side_files
 from bytescale.train.weights_file import TensorSpec, WeightsFile, num_bytes, split_by_size
 
@@ -61,10 +61,8 @@ def save_model(
         # The directory exists before anyone passes this line.
         numbers = world.all_gather_numbers([len(files)])[:: world.hdp_size, 0].long().tolist()
         names = _file_names(sum(numbers))[sum(numbers[: world.stage]) :][: len(files)]
-        if writes and not directory.is_dir():
-            raise RunError(
-                f"stage {world.stage} does not see {directory}; run.dir must be on a disk that all hosts share"
-            )
+        if writes and not is_seen(directory):
+            raise RunError(_not_shared(world, directory))
         with ExitStack() as stack:
             opened: dict[str, WeightsFile] = {}
             for name, specs in zip(names, files, strict=True) if writes else ():
@@ -80,6 +78,27 @@ def save_model(
             model_config = saved_config(model, prepared, config)
             model_config.save_pretrained(directory)
             write_side_files(directory, config, model_config, prepared.tokenizer)
+
+
+def check_shared(run_dir: Path, world: World, patience_s: float = 60.0) -> None:
+    """Whether every rank that will write a part of the model sees `run_dir`, which rank 0 has opened; a collective.
+
+    Raises:
+        UserError: it does not, as on two hosts without a common disk.
+    """
+    if world.pp_size == 1:
+        return
+    # Nobody passes this line before rank 0 has written its files.
+    world.all_gather_numbers([0.0])
+    if world.hdp_rank == 0 and not is_seen(run_dir / "processes.json", patience_s):
+        raise UserError(_not_shared(world, run_dir))
+
+
+def _not_shared(world: World, directory: Path) -> str:
+    return (
+        f"stage {world.stage} does not see {directory}; with a pipeline run.dir must be on a disk that all hosts share, "
+        "or set run.save_model = false"
+    )
 
 
 def saved_config(model: LossModel, prepared: Prepared, config: Config) -> Any:

@@ -33,6 +33,7 @@ from bytescale.runtime.model.stages import layer_ranges
 from bytescale.train.checks import check_first
 from bytescale.train.offload import check_offloading
 from bytescale.train.optimizer import learning_rate
+from bytescale.train.opening import opening_lines
 
 Planner = Callable[[IntArray], StepPlan]
 
@@ -53,7 +54,8 @@ class Prepared:
         stages: layers of each pipeline stage.
         planner: makes the plan of a global batch from its lengths.
         static_planner: the same with one degree for all, to compare with.
-        notes: lines to show before the first step.
+        opening: what was decided, as lines.
+        notes: what deserves attention, as lines.
     """
 
     model_config: Any
@@ -63,7 +65,13 @@ class Prepared:
     stages: list[range]
     planner: Planner
     static_planner: Planner
+    opening: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Everything to show before the first step."""
+        return (*self.opening, self.dataset.counts.describe(), *self.notes)
 
 
 def prepare(config: Config, world_size: int) -> Prepared:
@@ -89,6 +97,7 @@ def prepare(config: Config, world_size: int) -> Prepared:
         stages,
         make_planner(config, shape, hdp_size, config.plan.strategy),
         make_planner(config, shape, hdp_size, "static"),
+        opening_lines(config, model_config, tokenizer, world_size),
         _notes(config, shape, dataset),
     )
     _check_batch(config, dataset)

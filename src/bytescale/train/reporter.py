@@ -100,7 +100,7 @@ def open_reporter(
         progress = stack.enter_context(Progress(config.train.steps))
         totals = RunTotals(run_identity(config, world, num_parameters), prepared.dataset.counts)
         reporter = Reporter(config, prepared, totals, metrics_file, progress)
-        for note in (prepared.dataset.counts.describe(), *prepared.notes):
+        for note in prepared.lines:
             reporter.note(note)
         yield reporter
 

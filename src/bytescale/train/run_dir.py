@@ -93,6 +93,16 @@ def open_run_dir(run_dir: Path, *, overwrite: bool = False) -> Iterator[None]:
         yield
 
 
+def is_seen(path: Path, patience_s: float = 60.0) -> bool:
+    """Whether `path`, which another host has just made, shows up here; network file systems may take their time."""
+    deadline_s = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(0.2)
+    return True
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn the failure to write inside the block into one line that names `path`.

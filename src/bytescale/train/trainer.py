@@ -28,7 +28,7 @@ from bytescale.runtime.p2p import collective, first_line
 from bytescale.runtime.world import World, open_world, process_identity
 from bytescale.trace import Span
 from bytescale.train.agreement import check_same_run, run_facts, weights_digest
-from bytescale.train.checkpoint import save_model
+from bytescale.train.checkpoint import check_shared, save_model
 from bytescale.train.measurement import StepResult
 from bytescale.train.metrics import Agreed, agree, gather_metrics
 from bytescale.train.offload import open_offloader
@@ -51,6 +51,15 @@ def check(config: Config, world_size: int) -> None:
         UserError: the run cannot work; one line.
     """
     prepare(config, world_size)
+
+
+def dry_run(config: Config, world_size: int) -> tuple[str, ...]:
+    """The lines that a run of `config` would open with, after every check that needs no ranks.
+
+    Raises:
+        UserError: the run cannot work; one line.
+    """
+    return prepare(config, world_size).lines
 
 
 def preload(config: Config) -> None:
@@ -186,15 +195,23 @@ class Trainer:
             identities = self.world.gather_objects(process_identity(self.world.rank))
             num_parameters = int(self.world.all_gather_numbers([self._num_parameters()])[:: self.world.hdp_size].sum())
         if self.world.rank != 0:
+            self._check_shared()
             yield None
             return
         with open_reporter(self.config, self.prepared, self.world, identities, num_parameters) as reporter:
+            self._check_shared()
             try:
                 yield reporter
             except BaseException:
                 # Nothing can be collected from the other ranks any more.
                 reporter.write_ending(FAILED, self.traced)
                 raise
+
+    def _check_shared(self) -> None:
+        """Find out before the first step, not after the last, that a stage could not save its part."""
+        if self.config.run.save_model:
+            with collective(self.world.rank, "looking for the run directory"):
+                check_shared(Path(self.config.run.dir), self.world)
 
     def _gradient_norm(self, step: int) -> float:
         """Norm over this stage; a weight that the ends of the pipeline share counts once."""
