@@ -96,8 +96,8 @@ def check_shared(run_dir: Path, world: World, patience_s: float = 60.0) -> None:
 
 def _not_shared(world: World, directory: Path) -> str:
     return (
-        f"stage {world.stage} does not see {directory}; with a pipeline run.dir must be on a disk that all hosts share, "
-        "or set run.save_model = false"
+        f"stage {world.stage} does not see {directory}; with a pipeline run.dir must be on a disk that all hosts "
+        "share, or set run.save_model = false"
     )
 
 
