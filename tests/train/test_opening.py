@@ -30,7 +30,7 @@ def test_a_fresh_model_says_what_it_takes(run: Path, capsys: pytest.CaptureFixtu
     facts = dry_run(capsys, run, "--nproc", 2)
     assert facts["model"] == "llama (fresh weights, [model.config]), 2 layers, vocabulary 272, head not tied"
     assert facts["tokenizer"] == "byte, ids up to 256"
-    assert facts["special tokens"] == "256 ends a document; the model's: begin none, end 256, pad none"
+    assert facts["special tokens"] == "nothing begins and 256 ends a document; the model's: begin none, end 256, pad none"
     assert facts["template"] == "none"
     assert facts["context"].startswith("600 tokens, longer documents: split; the model's limit: ")
     assert facts["compute"] == "float32 on 2 ranks, activations kept"
@@ -44,7 +44,7 @@ def test_a_checkpoint_brings_its_own(run: Path, tmp_path: Path, capsys: pytest.C
     facts = dry_run(capsys, run, "--model.path", "checkpoint", "--data.max_context", 64, "--world", 3)
     assert facts["model"].startswith("llama (weights of checkpoint), 2 layers, vocabulary 97")
     assert facts["tokenizer"] == "checkpoint/tokenizer.json, ids up to 5; the checkpoint's own"
-    assert facts["special tokens"] == "1 ends a document; the model's: begin 0, end 1, pad 0"
+    assert facts["special tokens"] == "nothing begins and 1 ends a document; the model's: begin 0, end 1, pad 0"
     assert facts["template"].startswith("a chat template, saved with the model")
     assert facts["compute"].startswith("float32 on 3 ranks")
     other = write_tokenizer(tmp_path / "other.json", ["c"])

@@ -114,7 +114,8 @@ def saved_config(model: LossModel, prepared: Prepared, config: Config) -> Any:
         setattr(result, TRAINED_BY, BYTE_TOKENIZER)
     if config.model.path is not None and not is_own(config):
         # The ids in the checkpoint are those of the tokenizer that it came with.
-        result.bos_token_id, result.eos_token_id, result.pad_token_id = None, prepared.tokenizer.end_id, None
+        tokenizer = prepared.tokenizer
+        result.bos_token_id, result.eos_token_id, result.pad_token_id = tokenizer.begin_id, tokenizer.end_id, None
     return result
 
 

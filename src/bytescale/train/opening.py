@@ -61,7 +61,8 @@ def _special_tokens(model_config: Any, tokenizer: Tokenizer) -> str:
     roles = {"begin": "bos_token_id", "end": "eos_token_id", "pad": "pad_token_id"}
     ids = {role: getattr(model_config, key, None) for role, key in roles.items()}
     stated = ", ".join(f"{role} {'none' if value is None else value}" for role, value in ids.items())
-    return f"{tokenizer.end_id} ends a document; the model's: {stated}"
+    begins = "nothing" if tokenizer.begin_id is None else str(tokenizer.begin_id)
+    return f"{begins} begins and {tokenizer.end_id} ends a document; the model's: {stated}"
 
 
 def _template(config: Config) -> str:

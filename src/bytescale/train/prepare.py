@@ -32,8 +32,8 @@ from bytescale.runtime.model.hf_config import load_config, model_shape
 from bytescale.runtime.model.stages import layer_ranges
 from bytescale.train.checks import check_first
 from bytescale.train.offload import check_offloading
-from bytescale.train.optimizer import learning_rate
 from bytescale.train.opening import opening_lines
+from bytescale.train.optimizer import learning_rate
 
 Planner = Callable[[IntArray], StepPlan]
 
