@@ -199,6 +199,24 @@ def test_the_table_shows_bubbles_of_pipelines_and_what_was_offloaded() -> None:
     assert "0 B out, 0 B in, 0 s exposed" in stayed and re.search(r"steps that offloaded nothing +1 ", stayed)
 
 
+def test_the_table_says_things_once() -> None:
+    even = replace(SUMMARY, num_micro_batches_min=2, num_micro_batches_max=2, comm_bytes_static=2**20, targets=7976)
+    text = table_text(even)
+    assert re.search(r"micro-batches per rank +2 *\n", text) and "1 MiB, the same" in text
+    assert "8,000 in 24 sequences, 7,976 of them targets" in text and re.search(r"steps +2 *\n", text)
+    assert re.search(r"steps +2, stopped", table_text(replace(even, status="stopped")))
+    assert re.search(r"steps left out, not finite +1", table_text(replace(even, num_nonfinite_steps=1)))
+
+
+def test_the_report_shows_the_notes_and_what_ran(tmp_path: Path) -> None:
+    run_directory(tmp_path)
+    told = replace(SUMMARY, notes=("3 documents <empty>",), versions=(("torch", "2.13.0"),), host="node7", seed=4)
+    write_summary(told, tmp_path / "summary.json")
+    assert read_summary(tmp_path / "summary.json") == told
+    page = _Page(write_report(tmp_path).read_text())
+    assert "3 documents <empty>" in page.text and "node7" in page.text and "2.13.0" in page.text
+
+
 def test_a_run_without_steps_has_a_table() -> None:
     nothing = RunSummary(0, 0, 0, None, None, 0.0, 0, 0, (), 0, 0, 0.0)
     out = io.StringIO()

@@ -126,6 +126,19 @@ def test_errors_reach_the_consumer() -> None:
     assert not loader_threads()
 
 
+def test_the_comparison_with_static_is_made_where_nobody_waits() -> None:
+    threads: list[str] = []
+
+    def static_bytes(lengths: np.ndarray) -> int:
+        threads.append(threading.current_thread().name)
+        return int(lengths.sum())
+
+    steps = collect(dataset_of(LENGTHS), round_robin(1), num_steps=3, static_bytes=static_bytes)
+    assert [data.static_bytes for data in steps] == [data.batch.num_tokens for data in steps]
+    assert set(threads) == {"bytescale-loader"}
+    assert collect(dataset_of(LENGTHS), round_robin(1), num_steps=1)[0].static_bytes is None
+
+
 def test_stopping_early_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 
