@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.common import report, timed
 from bytescale.runtime.model.loss import token_loss_sum
-from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
+from bytescale.train.measure.peak_memory import peak_memory_bytes, reset_peak_memory
 
 TOKENS, HIDDEN, VOCAB = 8192, 512, 32000
 

@@ -31,7 +31,7 @@ from bytescale.runtime.model.hf_config import load_config
 from bytescale.runtime.offload.disk import DiskTier, release_freed_memory
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.p2p import PeerToPeer
-from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
+from bytescale.train.measure.peak_memory import peak_memory_bytes, reset_peak_memory
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
 from bytescale.runtime.p2p import PeerToPeer
 from bytescale.runtime.transport import Transport, transport_of
 from bytescale.runtime.world import World, open_pipe
-from bytescale.train.checkpoint import with_whole_names
+from bytescale.train.saving.checkpoint import with_whole_names
 from bytescale.train.step import StepResult, run_step
 from tests.ranks import Ranks
 

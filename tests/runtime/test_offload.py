@@ -18,7 +18,7 @@ from bytescale.runtime.model.decoder import LossModel, recompute_layers
 from bytescale.runtime.offload.disk import DiskTier
 from bytescale.runtime.offload.offloader import Offloader, OffloadReport, _Entry
 from bytescale.runtime.offload.tiers import LeavingRows, Partition, leaving_rows, partition
-from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
+from bytescale.train.measure.peak_memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.step import run_step
 from tests.plans import columns_of, placed, rebuilt
 from tests.ranks import RankPool, Ranks

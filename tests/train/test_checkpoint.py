@@ -21,10 +21,10 @@ from bytescale.errors import UserError
 from bytescale.runtime.fsdp import TORCH_DTYPES, shard_model
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
-from bytescale.train.checkpoint import check_shared, save_model, saved_config
 from bytescale.train.prepare import model_and_tokenizer
-from bytescale.train.side_files import write_side_files
-from bytescale.train.weights_file import WeightsFile, split_by_size
+from bytescale.train.saving.checkpoint import check_shared, save_model, saved_config
+from bytescale.train.saving.side_files import write_side_files
+from bytescale.train.saving.weights_file import WeightsFile, split_by_size
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import small_decoder, world_of
 

@@ -14,8 +14,8 @@ from bytescale.data import StepLoader
 from bytescale.planner import plan
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import full_gradients, shard_model
-from bytescale.train.checkpoint import with_whole_names
 from bytescale.train.prepare import Planner, prepare
+from bytescale.train.saving.checkpoint import with_whole_names
 from bytescale.train.step import run_step
 from bytescale.train.trainer import build_model
 from tests.ranks import RankPool, Ranks

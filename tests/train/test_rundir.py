@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bytescale.errors import RunError, UserError
-from bytescale.train.metrics import MetricsFile
+from bytescale.train.measure.metrics import MetricsFile
 from bytescale.train.run_dir import check_run_dir, open_run_dir, writing
 
 

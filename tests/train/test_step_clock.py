@@ -8,9 +8,9 @@ import numpy as np
 from bytescale.data import GlobalBatch
 from bytescale.plan.share import rank_share
 from bytescale.trace import Span, trace_to_dict
-from bytescale.train.measurement import MAX_SEQUENCE_IDS, micro_batch_args
-from bytescale.train.step_clock import StepClock, without_overlap
-from bytescale.train.timeline import MAX_TRACED_RANKS, traced_ranks
+from bytescale.train.measure.measurement import MAX_SEQUENCE_IDS, micro_batch_args
+from bytescale.train.measure.step_clock import StepClock, without_overlap
+from bytescale.train.measure.timeline import MAX_TRACED_RANKS, traced_ranks
 from tests.plans import placed
 from tests.runtime.models import step_data
 from tests.traces import check_trace

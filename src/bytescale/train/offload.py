@@ -22,7 +22,7 @@ from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.offload.pinned import PinnedTier
 from bytescale.runtime.offload.tiers import Tier
 from bytescale.runtime.world import World
-from bytescale.train.metrics import StepMetrics
+from bytescale.train.measure.metrics import StepMetrics
 
 
 def may_offload(config: Config) -> bool:

@@ -24,12 +24,12 @@ from bytescale.report import Progress, RunIdentity, StepLine, write_summary
 from bytescale.runtime.world import World
 from bytescale.trace import Span, write_trace
 from bytescale.train.agreement import versions
-from bytescale.train.metrics import MetricsFile, StepMetrics
+from bytescale.train.measure.metrics import MetricsFile, StepMetrics
+from bytescale.train.measure.timeline import shift_to_zero
 from bytescale.train.offload import why_nothing_moved
 from bytescale.train.prepare import Prepared
 from bytescale.train.run_dir import open_run_dir, writing
 from bytescale.train.summary import RunTotals
-from bytescale.train.timeline import shift_to_zero
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 

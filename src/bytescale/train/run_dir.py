@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bytescale.errors import RunError, UserError
-from bytescale.train.model_dir import is_interrupted, may_replace, recover
+from bytescale.train.saving.model_dir import is_interrupted, may_replace, recover
 
 MODEL = "model"
 METRICS = "metrics.jsonl"

@@ -22,7 +22,7 @@ from bytescale.runtime.p2p import collective
 from bytescale.runtime.pipeline import StageInput, add_tied_gradients, run_stage
 from bytescale.runtime.world import World
 from bytescale.train.agreement import check_same_step
-from bytescale.train.measurement import StepMeasurement, StepResult
+from bytescale.train.measure.measurement import StepMeasurement, StepResult
 
 __all__ = ["StepResult", "compute", "run_step"]
 

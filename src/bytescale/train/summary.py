@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from bytescale.data import DatasetCounts, StepData
 from bytescale.report import RunIdentity, RunSummary
-from bytescale.train.metrics import StepMetrics
+from bytescale.train.measure.metrics import StepMetrics
 
 
 class RunTotals:

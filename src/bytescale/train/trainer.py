@@ -28,17 +28,17 @@ from bytescale.runtime.p2p import collective, first_line
 from bytescale.runtime.world import World, open_world, process_identity
 from bytescale.trace import Span
 from bytescale.train.agreement import check_same_run, run_facts, weights_digest
-from bytescale.train.checkpoint import check_shared, save_model
-from bytescale.train.measurement import StepResult
-from bytescale.train.metrics import Agreed, agree, gather_metrics
+from bytescale.train.measure.measurement import StepResult
+from bytescale.train.measure.metrics import Agreed, agree, gather_metrics
+from bytescale.train.measure.peak_memory import peak_memory_bytes, reset_peak_memory
+from bytescale.train.measure.timeline import gather_traces
 from bytescale.train.offload import open_offloader
 from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
-from bytescale.train.peak_memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.prepare import Prepared, prepare, static_bytes
 from bytescale.train.reporter import FAILED, FINISHED, STOPPED, Reporter, open_reporter
+from bytescale.train.saving.checkpoint import check_shared, save_model
 from bytescale.train.step import run_step
 from bytescale.train.stopping import stop_request
-from bytescale.train.timeline import gather_traces
 
 NUM_TRACED_STEPS = 3
 """The last steps of a run whose timeline is kept."""

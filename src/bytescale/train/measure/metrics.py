@@ -22,7 +22,7 @@ from bytescale.data import StepData
 from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.p2p import collective
 from bytescale.runtime.world import World
-from bytescale.train.measurement import StepResult
+from bytescale.train.measure.measurement import StepResult
 from bytescale.train.run_dir import writing
 
 

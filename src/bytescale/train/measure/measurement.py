@@ -16,7 +16,7 @@ from bytescale.plan.share import MicroBatchShare
 from bytescale.runtime.offload.offloader import OffloadReport
 from bytescale.runtime.world import World
 from bytescale.trace import Span, span_between
-from bytescale.train.step_clock import Marker, StepClock, marker_for, without_overlap
+from bytescale.train.measure.step_clock import Marker, StepClock, marker_for, without_overlap
 
 MAX_COPIES = 200
 """Copies of a step that its trace shows; the longest."""

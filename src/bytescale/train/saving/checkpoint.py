@@ -6,7 +6,7 @@ A weight that two modules share is stored once, and config.json says whether emb
 The first rank of each pipeline stage writes its stage's files, world rank 0 the index and everything else. Invariant:
 no rank holds more than one whole parameter at a time, or one layer where Transformers stores a layer's weights in
 another arrangement; ranks that do not write drop what they help to gather. The model appears whole or not at all
-(`bytescale.train.model_dir`); with a pipeline all first ranks of stages must see the run directory.
+(`bytescale.train.saving.model_dir`); with a pipeline all first ranks of stages must see the run directory.
 """
 
 import copy
@@ -27,11 +27,11 @@ from bytescale.files import write_text_atomically
 from bytescale.runtime.fsdp import TORCH_DTYPES, whole_tensor
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.world import World
-from bytescale.train.model_dir import replacing, under_way
 from bytescale.train.prepare import Prepared
 from bytescale.train.run_dir import is_seen, writing
-from bytescale.train.side_files import write_side_files
-from bytescale.train.weights_file import TensorSpec, WeightsFile, num_bytes, split_by_size
+from bytescale.train.saving.model_dir import replacing, under_way
+from bytescale.train.saving.side_files import write_side_files
+from bytescale.train.saving.weights_file import TensorSpec, WeightsFile, num_bytes, split_by_size
 
 MAX_FILE_BYTES = 50 * 1000**3
 """Largest file of weights, as in Transformers."""
