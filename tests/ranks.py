@@ -5,7 +5,6 @@ that exceeds its bound dumps the stacks of all ranks, ends them and fails the te
 """
 
 import faulthandler
-import multiprocessing as mp
 import sys
 import tempfile
 import time
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.processes import preloaded
+
 POOL_SIZE = 8
-PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
 
 
 @dataclass
@@ -68,8 +68,7 @@ class RankPool:
         self._connections: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = preloaded()
         store_path = str(Path(tempfile.mkdtemp()) / "store")
         for rank in range(POOL_SIZE):
             here, there = context.Pipe()

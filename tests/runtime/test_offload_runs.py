@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from bytescale.cli import main
-from tests.train.runs import command, environment, metrics, train, write_run
+from tests.train.runs import metrics, start, train, write_run
 
 ROOMY = ["--plan.tokens-per-rank", "600"]
 TWO_STAGES = ["--nproc", 2, "--parallel.pp_size", 2]
@@ -123,12 +122,7 @@ def test_nothing_is_left_of_a_killed_run(config_path: Path, number: int) -> None
     directory = config_path.parent / f"room-{number}"
     run_dir = config_path.parent / f"killed-{number}"
     options = ["--plan.offload", 1.0, "--offload.dir", directory, "--run.dir", run_dir, "--plan.tokens-per-rank", 600]
-    process = subprocess.Popen(
-        command(config_path, *options, *SIX_LAYERS, "--train.steps", 10_000),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-    )
+    process = start(config_path, *options, *SIX_LAYERS, "--train.steps", 10_000)
     try:
         _wait_for(lambda: (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").read_text())
         links = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir() if link.is_symlink()]

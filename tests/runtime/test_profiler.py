@@ -1,7 +1,5 @@
 """The profiler measures the right thing: one layer, each storage once, both ends of a link, both ways of a tier."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.model.hf_config import load_config, model_shape
 from bytescale.runtime.offload.disk import DiskTier
 from bytescale.runtime.p2p import PeerToPeer
+from tests.processes import run_command
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import ARCHITECTURES, SIZES
 from tests.train.runs import environment, train, write_run
@@ -105,11 +104,10 @@ def test_profile_then_train_with_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = train(config_path, "--plan.profile", out, "--train.steps", 1, "--plan.tokens-per-rank", 600)
     assert run.returncode == 0, run.stderr
     assert "profile measured 256 to 1024 tokens" in run.stdout + run.stderr
-    other = ["--plan.profile", str(out), "--model.config.hidden_size", "64", "--plan.tokens-per-rank", "600"]
+    other = ["--plan.profile", str(out), "--model.config.hidden_size", "64", "--run.dir", str(tmp_path / "other")]
     assert main(["train", str(config_path), *other]) == 2
     assert "is of another model: hidden_size is 32 there and 64 here" in capsys.readouterr().err
 
 
 def profile(*arguments: object) -> Any:
-    words = [sys.executable, "-m", "bytescale", "profile", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=110, env=environment(), check=False)
+    return run_command(["profile", *arguments], environment(), 110)

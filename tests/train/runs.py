@@ -3,12 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file
+
+from tests.processes import CommandProcess, run_command
 
 CONFIG = """
 [model.config]
@@ -59,8 +60,9 @@ def write_run(directory: Path) -> Path:
     return path
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "bytescale", "train", *map(str, arguments)]
+def start(*arguments: object) -> CommandProcess:
+    """Begin `bytescale train`."""
+    return CommandProcess(["train", *arguments], environment())
 
 
 def environment() -> dict[str, str]:
@@ -70,9 +72,7 @@ def environment() -> dict[str, str]:
 
 def train(*arguments: object, timeout_s: float = 110.0) -> subprocess.CompletedProcess[str]:
     """Run `bytescale train` to its end."""
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False
-    )
+    return run_command(["train", *arguments], environment(), timeout_s)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

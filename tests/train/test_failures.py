@@ -25,11 +25,13 @@ from bytescale.errors import RunError
 from bytescale.report import read_summary
 from bytescale.train.trainer import _memory_in_words as in_words
 from bytescale.train.trainer import run
+from tests.processes import CommandProcess
 from tests.traces import check_trace
-from tests.train.runs import command, environment, metrics, write_run
+from tests.train.runs import environment, metrics, start, write_run
 
 pytestmark = pytest.mark.timeout(180)
 
+AnyProcess = CommandProcess | subprocess.Popen[str]
 ENDLESS = ("--train.steps", "100000", "--run.save_model", "false")
 
 
@@ -39,16 +41,13 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start(words)` begins a process; it is killed at the end of the test, and its ranks with it."""
-    started: list[subprocess.Popen[str]] = []
+def begin() -> Iterator[Callable[..., CommandProcess]]:
+    """`begin(words)` starts `bytescale train`; it is killed at the end of the test, and its ranks with it."""
+    started: list[CommandProcess] = []
 
-    def begin(words: list[str]) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
-        )
-        started.append(process)
-        return process
+    def begin(*arguments: object) -> CommandProcess:
+        started.append(start(*arguments))
+        return started[-1]
 
     yield begin
     for process in started:
@@ -63,7 +62,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int = 1) -> dict[int, int]:
+def wait_for_step(process: AnyProcess, run_dir: Path, step: int = 1) -> dict[int, int]:
     """Pids by rank, once `step` is in the metrics."""
     path = run_dir / "metrics.jsonl"
     while not path.is_file() or path.read_bytes().count(b"\n") < step:
@@ -72,7 +71,7 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int = 1) 
     return {entry["rank"]: entry["pid"] for entry in json.loads((run_dir / "processes.json").read_text())}
 
 
-def the_end(process: subprocess.Popen[str], code: int, pids: Iterable[int] = (), seconds: float = 30) -> list[str]:
+def the_end(process: AnyProcess, code: int, pids: Iterable[int] = (), seconds: float = 30) -> list[str]:
     """The lines on standard error of a process that must end with `code` within `seconds`, and its ranks with it."""
     _, errors = process.communicate(timeout=seconds)
     assert process.returncode == code, errors
@@ -149,8 +148,8 @@ def test_the_lack_of_memory_names_the_ways_out(error: Exception) -> None:
         raise error
 
 
-def test_a_killed_rank_ends_the_run(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-    process = start(command(config, "--nproc", 3, *ENDLESS))
+def test_a_killed_rank_ends_the_run(config: Path, tmp_path: Path, begin: Callable[..., CommandProcess]) -> None:
+    process = begin(config, "--nproc", 3, *ENDLESS)
     pids = wait_for_step(process, tmp_path / "run", 2)
     os.kill(pids[1], signal.SIGKILL)
     (line,) = the_end(process, 1, pids.values())
@@ -160,10 +159,10 @@ def test_a_killed_rank_ends_the_run(config: Path, tmp_path: Path, start: Callabl
 
 @pytest.mark.parametrize(("hdp_size", "victim"), [(1, 1), (2, 3)])
 def test_a_killed_rank_of_a_pipeline_ends_the_run(
-    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], hdp_size: int, victim: int
+    config: Path, tmp_path: Path, begin: Callable[..., CommandProcess], hdp_size: int, victim: int
 ) -> None:
     options = ("--nproc", 2 * hdp_size, "--parallel.pp_size", 2, "--plan.tokens_per_rank", 600 // hdp_size)
-    process = start(command(config, *options, *ENDLESS))
+    process = begin(config, *options, *ENDLESS)
     pids = wait_for_step(process, tmp_path / "run", 2)
     os.kill(pids[victim], signal.SIGKILL)
     (line,) = the_end(process, 1, pids.values())
@@ -172,9 +171,9 @@ def test_a_killed_rank_of_a_pipeline_ends_the_run(
 
 
 def test_a_rank_that_stops_answering_is_noticed(
-    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+    config: Path, tmp_path: Path, begin: Callable[..., CommandProcess], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = start(command(config, "--nproc", 2, "--run.comm_timeout_s", 10, *ENDLESS))
+    process = begin(config, "--nproc", 2, "--run.comm_timeout_s", 10, *ENDLESS)
     pids = wait_for_step(process, tmp_path / "run")
     assert "is in use by another run" in refusal(capsys, config, "--nproc", 2)
     os.kill(pids[0], signal.SIGSTOP)
@@ -183,8 +182,8 @@ def test_a_rank_that_stops_answering_is_noticed(
     assert "rank 1: " in line and "failed after " in line
 
 
-def test_training_that_diverges_ends(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-    process = start(command(config, "--nproc", 2, "--train.lr", "1e6", "--train.warmup_steps", 0))
+def test_training_that_diverges_ends(config: Path, tmp_path: Path, begin: Callable[..., CommandProcess]) -> None:
+    process = begin(config, "--nproc", 2, "--train.lr", "1e6", "--train.warmup_steps", 0)
     (line,) = the_end(process, 1, seconds=150)
     assert "training has diverged; lower train.lr" in line
     lines = metrics(tmp_path / "run")
@@ -207,9 +206,9 @@ def test_a_step_that_is_not_finite_can_be_left_out(config: Path, tmp_path: Path)
 
 
 def test_a_run_ends_on_request_with_all_that_it_reached(
-    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+    config: Path, tmp_path: Path, begin: Callable[..., CommandProcess]
 ) -> None:
-    process = start(command(config, "--nproc", 2, "--train.steps", "100000"))
+    process = begin(config, "--nproc", 2, "--train.steps", "100000")
     pids = wait_for_step(process, tmp_path / "run", 2)
     process.send_signal(signal.SIGINT)
     the_end(process, 130, pids.values(), seconds=60)
@@ -227,16 +226,16 @@ def test_a_run_ends_on_request_with_all_that_it_reached(
     check_trace((run_dir / "trace.json").read_text())
 
 
-def test_idle_ranks_and_odd_lengths(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_idle_ranks_and_odd_lengths(config: Path, tmp_path: Path, begin: Callable[..., CommandProcess]) -> None:
     arguments = ("--batch.sequences", 1, "--train.steps", 3, "--data.max_context", 67, "--plan.tokens_per_rank", 40)
     arguments += ("--plan.strategy", "hdp-naive")
-    process = start(command(config, "--nproc", 3, *arguments))
+    process = begin(config, "--nproc", 3, *arguments)
     assert the_end(process, 0, seconds=150) == []
     lines = metrics(tmp_path / "run")
     assert len(lines) == 3 and min(line["num_micro_batches_min"] for line in lines) == 0
 
 
-def test_nodes_of_torchrun(config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_nodes_of_torchrun(config: Path, tmp_path: Path) -> None:
     """Two nodes on one machine: when a rank of one is killed, the other says what it waited for."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -244,10 +243,19 @@ def test_nodes_of_torchrun(config: Path, tmp_path: Path, start: Callable[..., su
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--master-addr", "127.0.0.1", "--master-port", port]
     arguments = [str(config), "--run.comm_timeout_s", "20", *ENDLESS]
-    nodes = [start([*torchrun, "--node-rank", n, "-m", "bytescale", "train", *arguments]) for n in "01"]
-    pids = wait_for_step(nodes[0], tmp_path / "run")
-    os.kill(pids[1], signal.SIGKILL)
-    mine = [line for line in the_end(nodes[0], 1, pids.values()) if line.startswith("bytescale: ")]
-    assert len(mine) == 1 and mine[0].startswith("bytescale: rank 0: "), mine
-    assert "transfer from rank 1 failed" in mine[0] or "transfer to rank 1 failed" in mine[0] or "step" in mine[0]
-    the_end(nodes[1], 1)
+    words = [[*torchrun, "--node-rank", n, "-m", "bytescale", "train", *arguments] for n in "01"]
+    nodes = [
+        subprocess.Popen(w, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment())
+        for w in words
+    ]
+    try:
+        pids = wait_for_step(nodes[0], tmp_path / "run")
+        os.kill(pids[1], signal.SIGKILL)
+        mine = [line for line in the_end(nodes[0], 1, pids.values()) if line.startswith("bytescale: ")]
+        assert len(mine) == 1 and mine[0].startswith("bytescale: rank 0: "), mine
+        assert "transfer from rank 1 failed" in mine[0] or "transfer to rank 1 failed" in mine[0] or "step" in mine[0]
+        the_end(nodes[1], 1)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
