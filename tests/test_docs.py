@@ -8,7 +8,15 @@ from bytescale.plan import plan_from_text
 from bytescale.plan.validate import validate
 from bytescale.planner import make_plan, make_problem
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def test_the_files_that_the_pages_name_exist() -> None:
+    package = ROOT / "src" / "bytescale"
+    for page in (*DOCS.glob("*.md"), ROOT / "README.md"):
+        for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", page.read_text()):
+            assert (package / name).is_file() or (ROOT / name).is_file(), f"{page.name} names {name}"
 
 
 def test_the_picture_of_the_idea_shows_real_plans() -> None:
