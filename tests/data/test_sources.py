@@ -156,6 +156,9 @@ def test_parquet(tmp_path: Path) -> None:
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:500])
     with pytest.raises(UserError, match=r"cannot read .*cut\.parquet as parquet"):
         read("parquet", tmp_path / "cut.parquet", text_field="body")
+    (tmp_path / "x.arrow").write_bytes(b"ARROW1\0\0")
+    with pytest.raises(UserError, match=r"x\.arrow is an Arrow file, which is not supported yet"):
+        read("parquet", tmp_path / "x.arrow")
 
 
 def test_python_stdlib_is_long_tailed_and_has_no_packages() -> None:
