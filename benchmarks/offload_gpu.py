@@ -102,7 +102,7 @@ def main() -> None:
         raise SystemExit("this benchmark needs a CUDA device")
     device = torch.device("cuda", torch.cuda.current_device())
     print(torch.cuda.get_device_name(device))
-    kernel, clock = select_kernel(device, torch.bfloat16), Clock(device)
+    kernel, clock = select_kernel(device), Clock(device)
     layer = measure_layer(
         two_layers(model_config(2, asked.length), device, torch.bfloat16), kernel, [asked.length], clock, 3
     )

@@ -87,7 +87,7 @@ def open_pinned_world(rank: int, size: int) -> World:
 
 def measure_profile(config: Config, prepared: Prepared, world: World) -> Any:
     """The cost model of this machine, on every rank."""
-    clock, kernel = Clock(world.device), select_kernel(world.device, torch.float32)
+    clock, kernel = Clock(world.device), select_kernel(world.device)
     points: list[Any] = [None]
     if world.rank == 0:
         model = two_layers(prepared.model_config, world.device, torch.float32)
@@ -165,7 +165,7 @@ def compare(rank: int, size: int, repeats: int, cpu_time: bool) -> dict[str, Any
     cost = measure_profile(config, prepared, world)
     model = build_model(config, prepared)
     shard_model(model, world.group, world.device, torch.float32)
-    kernel = select_kernel(world.device, torch.float32)
+    kernel = select_kernel(world.device)
 
     clock = time.thread_time if cpu_time else time.perf_counter
 

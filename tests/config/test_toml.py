@@ -53,8 +53,8 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
         *("plan.strategy", "plan.tokens_per_rank", "plan.offload", "plan.profile"),
         *("offload.dir", "offload.limit_bytes", "offload.min_bytes"),
         *("train.steps", "train.lr", "train.min_lr_ratio", "train.warmup_steps", "train.weight_decay"),
-        *("train.beta1", "train.beta2", "train.grad_clip", "train.dtype", "train.activation_checkpointing"),
-        *("train.seed", "train.compute_threads", "train.on_nonfinite"),
+        *("train.beta1", "train.beta2", "train.grad_clip", "train.device", "train.dtype"),
+        *("train.activation_checkpointing", "train.seed", "train.compute_threads", "train.on_nonfinite"),
         *("run.dir", "run.overwrite", "run.save_model", "run.comm_timeout_s"),
     ]
 

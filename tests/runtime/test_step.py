@@ -8,7 +8,7 @@ import torch
 
 from bytescale.cost import attention_bytes
 from bytescale.plan.step_plan import StepPlan
-from bytescale.runtime.fsdp import TORCH_DTYPES
+from bytescale.runtime.device import TORCH_DTYPES
 from tests.plans import placed
 from tests.ranks import RankPool
 from tests.runtime.models import ARCHITECTURES, SIZES, reference_step, train_step

@@ -1,8 +1,9 @@
 """`bytescale profile CONFIG`: measure this machine for the model of a run, fit the cost model, store and draw both.
 
-Ranks are started as for training (two by default, so that links can be measured); rank 0 measures compute and copies
-while the others wait, then pairs of ranks measure their link. Settings that decide speed (model, type, threads, offload
-directory) come from the configuration, so the profile is that of the run.
+Ranks are started as for training: two by default, so that links can be measured, and one on a single GPU, which gets
+the link of a preset. Rank 0 measures compute and copies while the others wait, then pairs of ranks measure their link.
+Settings that decide speed (model, device, type, threads, offload directory) come from the configuration, so the profile
+is that of the run.
 """
 
 import json
@@ -37,11 +38,11 @@ from bytescale.report.svg import Series, line_chart
 @click.option("--out", type=click.Path(path_type=Path), default="profile.json", show_default=True, help="Profile file.")
 @click.option("--max-length", type=TokenCount(), help="Longest length measured [default: data.max_context].")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Runs of every point; the best one counts.")
-@click.option("--nproc", type=int, default=2, show_default=True, help="Number of local ranks.")
+@click.option("--nproc", type=int, help="Number of local ranks [default: 2; 1 with a single GPU].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
 def profile(
-    out: Path, max_length: int | None, rounds: int, nproc: int, as_json: bool, arguments: tuple[str, ...]
+    out: Path, max_length: int | None, rounds: int, nproc: int | None, as_json: bool, arguments: tuple[str, ...]
 ) -> int:
     """Measure layers, links and copies for the model of CONFIG on this machine, and fit the cost model to them.
 
@@ -51,8 +52,8 @@ def profile(
     overrides, rest = parse_overrides(arguments, ("--out", "--max-length", "--rounds", "--nproc", "--json"))
     if len(rest) != 1:
         raise UserError(f"one configuration file is needed, {len(rest)} are given" + "".join(f" {w}" for w in rest[:3]))
-    if rounds < 1 or nproc < 2:
-        raise UserError("--rounds must be at least 1, --nproc at least 2: a link has two ends")
+    if rounds < 1 or (nproc is not None and nproc < 1):
+        raise UserError("--rounds and --nproc must be at least 1")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
     if out.is_dir():
@@ -64,8 +65,9 @@ def profile(
     if longest < 1024:
         raise UserError(f"--max-length is {longest}; a fit needs lengths up to at least 1024")
     threads = config.train.compute_threads or 1
-    with interruptible(), shared_threads(nproc, threads):
+    with interruptible(), shared_threads(nproc or 2, threads):
         session = _session()
+        nproc, config = session.decide(nproc, config)
         failure = run_ranks(nproc, lambda: _profile(session, config, longest, rounds, out, as_json), config)
     return show_failure(failure)
 
@@ -93,7 +95,7 @@ def _measure(session: Any, config: Config, longest: int, rounds: int) -> Profile
     found = session.measure(config, longest, rounds)
     if found is None:
         return None
-    shape, device, points, ranks_per_node = found
+    shape, device, points, ranks_per_node, link = found
     threads = config.train.compute_threads or 1
     return make_profile(
         points=points,
@@ -103,6 +105,7 @@ def _measure(session: Any, config: Config, longest: int, rounds: int) -> Profile
         versions={name: version(name) for name in ("torch", "transformers", "numpy")} | {"bytescale": __version__},
         settings={
             "dtype": config.train.dtype,
+            "link": link,
             "compute_threads": threads,
             "offload_dir": config.offload.dir or config.run.dir,
             "host": socket.gethostname(),

@@ -16,7 +16,8 @@ from bytescale.errors import UserError
 
 Source = Literal["text-tree", "jsonl", "parquet", "python-stdlib"]
 Overlong = Literal["split", "drop", "error"]
-DType = Literal["float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16"]
 Checkpointing = Literal["none", "full"]
 OnNonfinite = Literal["stop", "skip"]
 
@@ -188,8 +189,8 @@ class PlanConfig:
     """activation capacity of a rank for one micro-batch, in tokens"""
 
     offload: str | float = "auto"
-    """`auto`: per sequence, by Eq. 3 of the paper; `off`; or a ratio in 0..1 for every piece. On a CPU without a
-    profile `auto` offloads only what the ranks cannot hold otherwise"""
+    """`auto`: per sequence, by Eq. 3 of the paper; `off`; or a ratio in 0..1 for every piece. Without a
+    profile `auto` is `off` on CUDA, and on a CPU offloads only what the ranks cannot hold otherwise"""
 
     profile: str | None = _path()
     """file that `bytescale profile` made of this model on this machine; without one costs are estimated from the
@@ -253,8 +254,13 @@ class TrainConfig:
     grad_clip: float = 1.0
     """largest global gradient norm; 0 turns clipping off"""
 
-    dtype: DType = "float32"
-    """type of compute and of the saved model, `float32` or `bfloat16`; master weights and reductions stay float32"""
+    device: Device = "auto"
+    """`auto`: CUDA where every local rank has a GPU of its own, else the CPU; `cpu`; `cuda`, refused with fewer GPUs
+    than local ranks"""
+
+    dtype: DType = "auto"
+    """type of compute and of the saved model: `auto` is bfloat16 on CUDA and float32 on a CPU; `bfloat16`; `float32`,
+    on a CPU only; master weights and reductions stay float32"""
 
     activation_checkpointing: Checkpointing = "none"
     """`full` recomputes every layer in the backward"""
@@ -270,6 +276,7 @@ class TrainConfig:
     `skip` leaves the update of the step out and counts it."""
 
     def __post_init__(self) -> None:
+        _require_choice("train.device", self.device, Device)
         _require_choice("train.dtype", self.dtype, DType)
         _require_choice("train.activation_checkpointing", self.activation_checkpointing, Checkpointing)
         _require_choice("train.on_nonfinite", self.on_nonfinite, OnNonfinite)

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from bytescale.config.schema import Config
+from bytescale.cost import cluster_spec
 from bytescale.cost.model import ModelShape
 from bytescale.profiler.measure import (
+    LINK_BYTES,
     Clock,
     Table,
     length_grid,
@@ -27,8 +29,8 @@ from bytescale.profiler.measure import (
     measure_link,
     two_layers,
 )
-from bytescale.runtime.attention.kernels import select_kernel
-from bytescale.runtime.fsdp import TORCH_DTYPES
+from bytescale.runtime.attention.kernels import check_kernel, select_kernel
+from bytescale.runtime.device import TORCH_DTYPES, Machine, resolve
 from bytescale.runtime.model.hf_config import model_shape
 from bytescale.runtime.offload.disk import check_directory
 from bytescale.runtime.p2p import collective
@@ -38,18 +40,40 @@ from bytescale.train.prepare import model_and_tokenizer
 
 Points = dict[str, Table]
 
+PRESET_CLUSTER = "h100"
+"""Whose link a single rank is given, which has none to measure."""
 
-def measure(config: Config, longest: int, rounds: int) -> tuple[ModelShape, str, Points, int] | None:
-    """(sizes, device type, points, ranks per machine) on rank 0, None elsewhere.
+
+def decide(nproc: int | None, config: Config) -> tuple[int, Config]:
+    """How many ranks measure, and `config` with device and type decided.
+
+    Two by default, so that a link is measured; on CUDA no more than there are GPUs.
+
+    Raises:
+        UserError: the machine cannot run what is asked.
+    """
+    num_gpus = Machine.here().num_gpus if config.train.device != "cpu" else 0
+    nproc = nproc if nproc is not None else min(2, num_gpus or 2)
+    return nproc, resolve(config, Machine.here(nproc))
+
+
+def measure(config: Config, longest: int, rounds: int) -> tuple[ModelShape, str, Points, int, str] | None:
+    """(sizes, device type, points, ranks per machine, where links come from) on rank 0, None elsewhere.
+
+    Args:
+        config: the run, with device and type decided.
+        longest: greatest length measured.
+        rounds: runs of every point.
 
     Raises:
         UserError: model or offload directory cannot be used.
     """
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
-    with open_world(config.run.comm_timeout_s) as world:
+    with open_world(config.run.comm_timeout_s, device_type=config.train.device) as world:
         model_config, _ = model_and_tokenizer(config, longest)
         shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
+        check_kernel(config.train.device, TORCH_DTYPES[config.train.dtype], shape.head_dim)
         hosts: list[Any] = [None] * world.size
         with collective(world.rank, "starting the profile"):
             dist.all_gather_object(hosts, socket.gethostname())
@@ -59,14 +83,15 @@ def measure(config: Config, longest: int, rounds: int) -> tuple[ModelShape, str,
         points |= _link_points(world, hosts)
         if world.rank != 0:
             return None
-        return shape, world.device.type, points, hosts.count(hosts[0])
+        link = "measured" if world.size > 1 else f"preset {PRESET_CLUSTER}"
+        return shape, world.device.type, points, hosts.count(hosts[0]), link
 
 
 def _compute_points(
     config: Config, model_config: Any, shape: ModelShape, world: World, longest: int, rounds: int
 ) -> Points:
     dtype = TORCH_DTYPES[config.train.dtype]
-    kernel = select_kernel(world.device, dtype)
+    kernel = select_kernel(world.device)
     clock = Clock(world.device)
     model = two_layers(model_config, world.device, dtype)
     like = torch.empty(0, dtype=dtype, device=world.device)
@@ -97,7 +122,14 @@ def _rows(table: Table, lengths: list[int]) -> Table:
 
 
 def _link_points(world: World, hosts: list[str]) -> Points:
-    """Links of rank 0 to a partner on its machine and to one on another; the other ranks wait."""
+    """Links of rank 0 to a partner on its machine and to one on another; the other ranks wait.
+
+    One rank alone has none to measure and is given a preset's.
+    """
+    if world.size == 1:
+        link = cluster_spec(PRESET_CLUSTER).intra_node
+        preset: Table = {"num_bytes": [*map(float, LINK_BYTES)], "time_s": [link.time_s(n) for n in LINK_BYTES]}
+        return {"intra_node": preset, "inter_node": {"num_bytes": [], "time_s": []}}
     clock = Clock(world.device, waiting_counts=True)
     points: Points = {"inter_node": {"num_bytes": [], "time_s": []}}
     for name, same in (("intra_node", True), ("inter_node", False)):

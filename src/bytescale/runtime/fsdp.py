@@ -27,8 +27,6 @@ from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.loss import IGNORED
 from bytescale.runtime.p2p import PeerToPeer
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def shard_model(model: LossModel, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
     """Shard the parameters of `model` over `group`, in place: one FSDP2 unit a layer, one for the rest.

@@ -89,12 +89,13 @@ def process_identity(rank: int) -> dict[str, Any]:
 
 
 @contextmanager
-def open_world(comm_timeout_s: float, pp_size: int = 1) -> Iterator[World]:
+def open_world(comm_timeout_s: float, pp_size: int = 1, device_type: str = "cpu") -> Iterator[World]:
     """Join the ranks that torchrun describes, or be a world of one.
 
     Args:
         comm_timeout_s: bound of every wait on another rank.
         pp_size: pipeline stages; divides the world size.
+        device_type: `cpu` or `cuda`; the GPU is that of the local rank.
 
     Raises:
         CommunicationError: the ranks did not meet within the bound.
@@ -102,8 +103,8 @@ def open_world(comm_timeout_s: float, pp_size: int = 1) -> Iterator[World]:
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     rank = int(os.environ["RANK"]) if launched else 0
     size = int(os.environ["WORLD_SIZE"]) if launched else 1
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
+    device = torch.device(device_type)
+    if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=comm_timeout_s)

@@ -1,11 +1,10 @@
 """Offloading in a training run: which tier, where, how much of it; and when `plan.offload = "auto"` offloads.
 
-`auto` follows Eq. 3 of the paper, which needs to know how fast copies are. A profile says so; without one a CUDA device
-is taken for the preset of the cost model. On a CPU without a profile nothing is known and copies share cores with
-compute, so `auto` then offloads only in batches that hold a sequence which all ranks together could not hold otherwise.
+`auto` follows Eq. 3 of the paper, which needs to know how fast copies are. A profile says so; without one, on CUDA,
+nothing is offloaded (`bytescale.runtime.device`). On a CPU without a profile copies share cores with compute, so `auto`
+then offloads only in batches that hold a sequence which all ranks together could not hold otherwise.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 from bytescale.config.schema import Config
 from bytescale.errors import UserError, counted
 from bytescale.plan.memory import NUM_RESIDENT_LAYERS
+from bytescale.runtime.device import Machine
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.offload.disk import DiskTier, check_directory
 from bytescale.runtime.offload.offloader import Offloader
@@ -36,7 +36,7 @@ def check_offloading(config: Config) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    if may_offload(config) and config.offload.dir is not None and not torch.cuda.is_available():
+    if may_offload(config) and config.offload.dir is not None and config.train.device == "cpu":
         check_directory(Path(config.offload.dir))
 
 
@@ -81,19 +81,14 @@ def open_tier(config: Config, device: torch.device) -> Tier:
     """
     limit = config.offload.limit_bytes
     if device.type == "cuda":
-        return PinnedTier(device, _free_host_bytes() // 2 // _local_ranks() if limit is None else limit)
+        return PinnedTier(device, _free_host_bytes() // 2 // Machine.here().num_ranks if limit is None else limit)
     directory = Path(config.offload.dir if config.offload.dir is not None else config.run.dir)
     if limit is None:
         try:
-            limit = shutil.disk_usage(directory).free // 2 // _local_ranks()
+            limit = shutil.disk_usage(directory).free // 2 // Machine.here().num_ranks
         except OSError as error:
             raise UserError(f"offload.dir = {directory} cannot be used: {error.strerror}") from None
     return DiskTier(directory, limit)
-
-
-def _local_ranks() -> int:
-    """Ranks on this machine, as torchrun says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _free_host_bytes() -> int:

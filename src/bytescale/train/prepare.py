@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bytescale.arrays import IntArray
 from bytescale.config.schema import BYTE_TOKENIZER, Config
 from bytescale.config.tokenizer import check_tokenizer
@@ -28,6 +26,8 @@ from bytescale.errors import UserError, counted
 from bytescale.plan.memory import capacity_tokens
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner import make_plan, make_problem
+from bytescale.runtime.attention.kernels import check_kernel
+from bytescale.runtime.device import TORCH_DTYPES, Machine, device_note, resolve
 from bytescale.runtime.model.hf_config import load_config, model_shape
 from bytescale.runtime.model.stages import layer_ranges
 from bytescale.train.checks import check_first
@@ -47,6 +47,7 @@ class Prepared:
     """A run, checked.
 
     Attributes:
+        config: the run, with device and type decided.
         model_config: Hugging Face configuration.
         tokenizer: made the tokens.
         dataset: the sequences.
@@ -58,6 +59,7 @@ class Prepared:
         notes: what deserves attention, as lines.
     """
 
+    config: Config
     model_config: Any
     tokenizer: Tokenizer
     dataset: SequenceDataset
@@ -74,22 +76,32 @@ class Prepared:
         return (*self.opening, self.dataset.counts.describe(), *self.notes)
 
 
-def prepare(config: Config, world_size: int) -> Prepared:
+def prepare(config: Config, world_size: int, machine: Machine | None = None) -> Prepared:
     """Read and check everything but the ranks themselves.
+
+    Args:
+        config: the run.
+        world_size: number of its ranks.
+        machine: where they run; None looks at this one.
 
     Raises:
         UserError: anything in configuration, model or data that cannot work; one line.
     """
     check_first(config, world_size)
+    machine = machine or Machine.here(world_size)
+    note = device_note(config, machine)
+    config = resolve(config, machine)
     model_config, tokenizer = model_and_tokenizer(config, config.data.max_context)
     dataset = open_dataset(config.data, tokenizer)
     shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
+    check_kernel(config.train.device, TORCH_DTYPES[config.train.dtype], shape.head_dim)
     pp_size = config.parallel.pp_size
     if pp_size > shape.num_layers:
         raise UserError(f"parallel.pp_size = {pp_size} needs as many layers, the model has {shape.num_layers}")
     stages = layer_ranges(stage_layers(run_cost(config, shape), pp_size).tolist())
     hdp_size = world_size // pp_size
     prepared = Prepared(
+        config,
         model_config,
         tokenizer,
         dataset,
@@ -98,7 +110,7 @@ def prepare(config: Config, world_size: int) -> Prepared:
         make_planner(config, shape, hdp_size, config.plan.strategy),
         make_planner(config, shape, hdp_size, "static"),
         opening_lines(config, model_config, tokenizer, world_size),
-        _notes(config, shape, dataset),
+        (*([note] if note else []), *_notes(config, shape, dataset)),
     )
     _check_batch(config, dataset)
     _check_fits(config, dataset, -(-shape.num_layers // pp_size), hdp_size)
@@ -127,7 +139,7 @@ def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str
     """The planner of this run: a pure function of the lengths, equal on all ranks."""
     cost = run_cost(config, shape)
     # Without measured copies a CPU offloads only what must be, see `bytescale.train.offload`.
-    only_if_needed = config.plan.offload == "auto" and config.plan.profile is None and not torch.cuda.is_available()
+    only_if_needed = config.plan.offload == "auto" and config.plan.profile is None and config.train.device == "cpu"
 
     def planner(lengths: IntArray) -> StepPlan:
         fits = int(lengths.max()) <= hdp_size * config.plan.tokens_per_rank
@@ -175,7 +187,7 @@ def run_cost(config: Config, shape: ModelShape) -> CostModel:
 def _profile(config: Config, shape: ModelShape) -> Profile:
     path = Path(str(config.plan.profile))
     profile = read_profile(path)
-    check_profile(profile, shape, "cuda" if torch.cuda.is_available() else "cpu", path)
+    check_profile(profile, shape, config.train.device, path)
     return profile
 
 

@@ -18,7 +18,8 @@ from bytescale.config.schema import Config
 from bytescale.data import StepData, StepLoader
 from bytescale.errors import RunError
 from bytescale.runtime.attention.kernels import AttentionKernel, select_kernel
-from bytescale.runtime.fsdp import TORCH_DTYPES, clip_gradients, gradient_norm, shard_model
+from bytescale.runtime.device import TORCH_DTYPES, Machine, choose_device
+from bytescale.runtime.fsdp import clip_gradients, gradient_norm, shard_model
 from bytescale.runtime.model.checks import probe
 from bytescale.runtime.model.decoder import LossModel, build_decoder, import_architecture, recompute_layers
 from bytescale.runtime.model.hf_config import load_config
@@ -84,10 +85,12 @@ def run(config: Config) -> int | None:
     """
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
-    with open_world(config.run.comm_timeout_s, config.parallel.pp_size) as world, _memory_in_words(world.rank):
+    device = choose_device(config.train.device, Machine.here())
+    with open_world(config.run.comm_timeout_s, config.parallel.pp_size, device) as world, _memory_in_words(world.rank):
         prepared = prepare(config, world.size)
+        config = prepared.config
         dtype = TORCH_DTYPES[config.train.dtype]
-        kernel = select_kernel(world.device, dtype)
+        kernel = select_kernel(world.device)
         model = build_model(config, prepared, world.stage)
         with collective(world.rank, "comparing the ranks"):
             check_same_run(world, run_facts(config, prepared.dataset), weights_digest(model))

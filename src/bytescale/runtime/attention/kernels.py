@@ -21,6 +21,12 @@ from torch import Tensor
 from bytescale.errors import UserError
 from bytescale.runtime.attention.work import Block
 
+MIN_CUDA_CAPABILITY = (8, 0)
+"""Oldest GPUs with torch's flash kernel: Ampere."""
+
+MAX_CUDA_HEAD_DIM = 256
+"""Widest head of the CUDA kernel."""
+
 
 class AttentionKernel(Protocol):
     """The interface of a back-end."""
@@ -186,16 +192,35 @@ def _cumulative(blocks: Sequence[Block], device: torch.device) -> tuple[Tensor, 
     return cu_q.to(device), cu_kv.to(device), int(num_q.max()), int(num_kv.max())
 
 
-def select_kernel(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """The back-end for `device`.
+def check_kernel(device_type: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Whether a device of that type can compute attention of that kind; needs no such device.
 
     Raises:
-        UserError: the device or type has no kernel here.
+        UserError: it cannot; says what can.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise UserError(f"no attention kernel for device {device_type!r}; use cpu or cuda")
+    if device_type == "cpu":
+        return
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise UserError(f"attention on CUDA runs in bfloat16 or float16, not {dtype}; set train.dtype = 'bfloat16'")
+    if head_dim % 8 or head_dim > MAX_CUDA_HEAD_DIM:
+        raise UserError(
+            f"the model's heads have {head_dim} elements; attention on CUDA needs a multiple of 8, at most "
+            f"{MAX_CUDA_HEAD_DIM}: change head_dim or set train.device = 'cpu'"
+        )
+
+
+def select_kernel(device: torch.device) -> AttentionKernel:
+    """The back-end for `device`, which `check_kernel` has let pass.
+
+    Raises:
+        UserError: the GPU is too old.
     """
     if device.type == "cpu":
         return CpuKernel()
-    if device.type == "cuda":
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise UserError(f"attention on CUDA runs in bfloat16 or float16, not {dtype}; set train.dtype = 'bfloat16'")
-        return CudaKernel()
-    raise UserError(f"no attention kernel for device {device.type!r}; use cpu or cuda")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CUDA_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"attention on CUDA needs compute capability 8.0, {name} has {capability[0]}.{capability[1]}")
+    return CudaKernel()

@@ -24,7 +24,8 @@ from bytescale.config.schema import BYTE_TOKENIZER, Config
 from bytescale.config.tokenizer import TRAINED_BY, is_own
 from bytescale.errors import RunError, UserError
 from bytescale.files import write_text_atomically
-from bytescale.runtime.fsdp import TORCH_DTYPES, whole_tensor
+from bytescale.runtime.device import TORCH_DTYPES
+from bytescale.runtime.fsdp import whole_tensor
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.world import World
 from bytescale.train.prepare import Prepared
