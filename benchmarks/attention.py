@@ -11,8 +11,9 @@ import torch.distributed as dist
 from benchmarks.common import on_ranks, paired, report
 from bytescale.plan.step_plan import step_plan
 from bytescale.plan.zigzag import piece_tokens
+from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
+from bytescale.runtime.attention.ring import distributed_attention
 from bytescale.runtime.attention.work import attention_work, local_work
 from bytescale.runtime.p2p import PeerToPeer
 

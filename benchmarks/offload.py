@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.common import report
 from bytescale.config.schema import ModelConfig
+from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.attention.ring import AttentionContext
 from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.hf_config import load_config

@@ -18,8 +18,9 @@ import torch
 from benchmarks.common import report
 from bytescale.config.schema import ModelConfig
 from bytescale.profiler.measure import Clock, measure_copies, measure_layer, two_layers
-from bytescale.runtime.attention.kernels import AttentionKernel, select_kernel
-from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.attention.context import AttentionContext
+from bytescale.runtime.attention.interface import AttentionKernel
+from bytescale.runtime.attention.kernels import select_kernel
 from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.hf_config import load_config, model_shape

@@ -2,13 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from bytescale.plan.zigzag import piece_positions
+from bytescale.runtime.attention.context import AttentionContext
+from bytescale.runtime.attention.interface import Rows
 from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.attention.ring import AttentionContext, distributed_attention, merge_blocks
-from bytescale.runtime.attention.work import Block, attention_work
+from bytescale.runtime.attention.ring import distributed_attention, merge
+from bytescale.runtime.attention.work import attention_work
 from bytescale.runtime.p2p import PeerToPeer
 from tests.plans import placed
 from tests.ranks import RankPool, Ranks
@@ -165,17 +168,17 @@ def test_strided_inputs(ranks: RankPool) -> None:
     assert all(ranks.run(2, _strided))
 
 
+@pytest.mark.parametrize("rows", [[0, 1], [1, 0]], ids=["slice", "index"])
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("gap", [0.0, 100.0, 1e4])
-def test_merge_survives_far_apart_blocks(swap: bool, gap: float) -> None:
+def test_merge_survives_far_apart_blocks(swap: bool, gap: float, rows: list[int]) -> None:
     scores = torch.tensor([[1.0, -gap], [0.5, -gap - 3.0]], dtype=torch.float64)
     values = torch.tensor([[2.0], [5.0]], dtype=torch.float64)
     first, second = (1, 0) if swap else (0, 1)
     out = values[first].expand(2, 1, 1).clone()
     lse = scores[:, first : first + 1].clone()
-    merge_blocks(
-        out, lse, values[second].expand(2, 1, 1), scores[:, second : second + 1], (Block(0, 1, 0, 1), Block(1, 2, 0, 1))
-    )
+    further = scores[rows, second : second + 1]
+    merge(out, lse, values[second].expand(2, 1, 1), further, Rows.of_index(np.array(rows), torch.device("cpu")))
     expected = torch.softmax(scores, dim=1) @ values
     torch.testing.assert_close(out[:, 0], expected, rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(lse[:, 0], torch.logsumexp(scores, 1), rtol=1e-14, atol=1e-14)

@@ -8,8 +8,9 @@ from bytescale.errors import CommunicationError
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import validate
 from bytescale.plan.zigzag import piece_positions
+from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
+from bytescale.runtime.attention.ring import distributed_attention
 from bytescale.runtime.attention.work import attention_work
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.train.agreement import check_same_step

@@ -26,8 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bytescale.config.schema import ModelConfig
 from bytescale.cost.model import ModelShape
-from bytescale.runtime.attention.kernels import AttentionKernel
-from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.attention.context import AttentionContext
+from bytescale.runtime.attention.interface import AttentionKernel, QuerySide
 from bytescale.runtime.attention.work import Block, local_work
 from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.loss import token_loss_sum
@@ -184,15 +184,15 @@ def measure_blocks(
         for kv_len in edges:
             q_THD = like.new_empty(q_len, shape.num_heads, shape.head_dim).normal_()
             k_SGD, v_SGD = (like.new_empty(kv_len, shape.num_kv_heads, shape.head_dim).normal_() for _ in range(2))
-            blocks = (Block(0, q_len, 0, kv_len),)
-            out_THD, lse_TH = kernel.forward(q_THD, k_SGD, v_SGD, blocks, causal=False, scale=scale)
-            backward_arguments = (torch.ones_like(out_THD), q_THD, k_SGD, v_SGD, out_THD, lse_TH, blocks)
+            call = kernel.prepare((Block(0, q_len, 0, kv_len),), causal=False)
+            out_THD, lse_TH = kernel.forward(q_THD, k_SGD, v_SGD, call, scale)
+            queries = QuerySide(q_THD, out_THD, lse_TH, torch.ones_like(out_THD))
             forward_s = min(
-                clock.time(lambda: kernel.forward(q_THD, k_SGD, v_SGD, blocks, causal=False, scale=scale))  # noqa: B023
+                clock.time(lambda: kernel.forward(q_THD, k_SGD, v_SGD, call, scale))  # noqa: B023
                 for _ in range(rounds + 1)
             )
             backward_s = min(
-                clock.time(lambda: kernel.backward(*backward_arguments, causal=False, scale=scale))  # noqa: B023
+                clock.time(lambda: kernel.backward(queries, k_SGD, v_SGD, call, scale))  # noqa: B023
                 for _ in range(rounds + 1)
             )
             for name, value in zip(table, (q_len, kv_len, forward_s, backward_s), strict=True):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bytescale.config.schema import Config
+from bytescale.config.schema import Config, Device
 from bytescale.errors import UserError, counted
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,7 +43,7 @@ class Machine:
         return self.num_gpus >= self.num_ranks
 
 
-def choose_device(wanted: str, machine: Machine) -> str:
+def choose_device(wanted: Device, machine: Machine) -> Device:
     """`cpu` or `cuda`.
 
     Raises:

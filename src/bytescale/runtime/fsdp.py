@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from bytescale.runtime.attention.kernels import AttentionKernel
-from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.attention.context import AttentionContext
+from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.loss import IGNORED

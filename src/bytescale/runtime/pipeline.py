@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bytescale.plan.order import BACKWARD, FORWARD
-from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.p2p import Transfer
 from bytescale.runtime.transport import Message

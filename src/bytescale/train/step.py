@@ -11,9 +11,9 @@ import torch
 
 from bytescale.data import StepData, TokenMicroBatch
 from bytescale.plan.order import rank_order
+from bytescale.runtime.attention.context import AttentionContext
+from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.attention.kept_kv import KeptKv
-from bytescale.runtime.attention.kernels import AttentionKernel
-from bytescale.runtime.attention.ring import AttentionContext
 from bytescale.runtime.attention.work import micro_batch_work
 from bytescale.runtime.fsdp import gather, reduce
 from bytescale.runtime.model.decoder import LossModel

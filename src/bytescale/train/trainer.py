@@ -17,7 +17,8 @@ from bytescale.arrays import IntArray
 from bytescale.config.schema import Config
 from bytescale.data import StepData, StepLoader
 from bytescale.errors import RunError
-from bytescale.runtime.attention.kernels import AttentionKernel, select_kernel
+from bytescale.runtime.attention.interface import AttentionKernel
+from bytescale.runtime.attention.kernels import select_kernel
 from bytescale.runtime.device import TORCH_DTYPES, Machine, choose_device
 from bytescale.runtime.fsdp import clip_gradients, gradient_norm, shard_model
 from bytescale.runtime.model.checks import probe

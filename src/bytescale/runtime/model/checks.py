@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from bytescale.errors import UserError
-from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.attention.ring import AttentionContext
+from bytescale.runtime.attention.context import AttentionContext
+from bytescale.runtime.attention.cpu_kernel import CpuKernel
 from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.rotary import POSITION_DEPENDENT, kind_of, reach, sections
 from bytescale.runtime.p2p import PeerToPeer

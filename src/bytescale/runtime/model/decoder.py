@@ -21,7 +21,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from bytescale.config.schema import ModelConfig
 from bytescale.errors import UserError
-from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
+from bytescale.runtime.attention.context import AttentionContext
+from bytescale.runtime.attention.ring import distributed_attention
 from bytescale.runtime.model.checks import check_attention_call, complaint
 from bytescale.runtime.model.hf_config import quiet_transformers
 from bytescale.runtime.model.loss import token_loss_sum
