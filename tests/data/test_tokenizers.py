@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers.models import WordLevel
 
 from bytescale.config.schema import DataConfig
 from bytescale.data import check_vocab, load_tokenizer, open_dataset
@@ -182,6 +184,19 @@ def test_only_the_first_part_of_a_document_begins_with_the_token(tmp_path: Path)
     ]
     assert (dataset.counts.empty_dropped, dataset.counts.tokens) == (1, 11)
     assert open_dataset(base).counts.tokens == 9
+
+
+def test_the_model_beside_the_tokenizer_knows_the_end_token(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    library = Library(WordLevel({"</s>": 0, "a": 1, "<|stop|>": 2}, "a"))
+    library.save(str(path))
+    assert load_tokenizer(config(path)).end_id == 0
+    for stated, expected in (("2", 2), ("[2, 0]", 2), ("9", 0), ("null", 0), ("true", 0), ("[]", 0)):
+        (tmp_path / "config.json").write_text(f'{{"eos_token_id": {stated}}}')
+        assert load_tokenizer(config(path)).end_id == expected, stated
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    assert load_tokenizer(config(path)).end_id == 1
 
 
 def test_no_tokenizer_file(tmp_path: Path) -> None:

@@ -202,6 +202,8 @@ def _end_id(path: Path, end_token: str | None, vocabulary: dict[str, int]) -> in
             raise UserError(f'data.end_token = "{end_token}" is not in the vocabulary of {path}')
         return vocabulary[end_token]
     stated = _stated_id(path, "eos_token", vocabulary, "data.end_token")
+    if stated is None:
+        stated = _id_of_model(path.with_name("config.json"), set(vocabulary.values()))
     if stated is not None:
         return stated
     for name in COMMON_END_TOKENS:
@@ -210,6 +212,17 @@ def _end_id(path: Path, end_token: str | None, vocabulary: dict[str, int]) -> in
     raise UserError(
         f"{path} has none of the end tokens {', '.join(COMMON_END_TOKENS)}; set data.end_token to one of its tokens"
     )
+
+
+def _id_of_model(path: Path, known: set[int]) -> int | None:
+    """The (first) `eos_token_id` of the model's configuration, where that lies beside the tokenizer."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    stated = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    first = stated[0] if isinstance(stated, list) and stated else stated
+    return first if type(first) is int and first in known else None
 
 
 def _begin_id(path: Path, begin_token: str | int | bool, vocabulary: dict[str, int], library: Any) -> int | None:

@@ -68,7 +68,8 @@ def _special_tokens(model_config: Any, tokenizer: Tokenizer) -> str:
 def _template(config: Config) -> str:
     if config.data.tokenizer in (None, BYTE_TOKENIZER):
         return "none"
-    directory = file_of(str(config.data.tokenizer)).parent
+    own = config.model.path if is_own(config) else None
+    directory = file_of(str(config.data.tokenizer)).parent if own is None else Path(own)
     if (directory / "chat_template.jinja").is_file() or _has_template(directory / "tokenizer_config.json"):
         return "a chat template, saved with the model; text is trained as it is"
     return "none"
