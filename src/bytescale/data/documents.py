@@ -118,8 +118,9 @@ def parquet_documents(path: Path, name: str, text_field: str) -> Iterator[Docume
         raise
     except (OSError, ValueError) as error:
         with open(path, "rb") as file:
-            what = _foreign(file.read(_TAR_AT + len(_TAR)))
-        if what is not None and row == 0 and "parquet" not in what:
+            head = file.read(_TAR_AT + len(_TAR))
+        what = None if head.startswith(b"PAR1") else _foreign(head)
+        if what is not None:
             raise UserError(f"{path} {what}") from None
         raise UserError(f"cannot read {path} as parquet (row {row}): {one_line(error)}") from error
 
