@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SET_UP := pyproject.toml constraints.txt
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test test-fast lint format clean
 
 quickstart: $(VENV)/.installed-train
 	$(BIN)/bytescale train configs/quickstart.toml --nproc 4
@@ -28,6 +28,11 @@ test: $(VENV)/.installed-dev
 	check "import contracts" $(BIN)/lint-imports --no-logo; \
 	check "pytest" tests; \
 	echo "== summary"; printf '%s' "$$summary"; tail -n 1 "$$log"; exit $$failed
+
+# What answers within two minutes: everything but the tests marked `long`.
+test-fast: export OMP_NUM_THREADS := 1
+test-fast: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m 'not long' $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from bytescale.cli import main
 from tests.train.runs import metrics, start, train, write_run
 
+pytestmark = pytest.mark.long
+
 ROOMY = ["--plan.tokens-per-rank", "600"]
 TWO_STAGES = ["--nproc", 2, "--parallel.pp_size", 2]
 SIX_LAYERS = ["--model.config.num_hidden_layers", 6, "--offload.min_bytes", 1024, "--train.steps", 3]

@@ -19,6 +19,8 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.rows import plan_of_groups
 from bytescale.planner.problem import Problem
 
+pytestmark = pytest.mark.long
+
 
 def plan_all_ranks(problem: Problem) -> StepPlan:
     """The least a strategy can do."""

@@ -29,7 +29,7 @@ from tests.processes import CommandProcess
 from tests.traces import check_trace
 from tests.train.runs import environment, metrics, start, write_run
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 AnyProcess = CommandProcess | subprocess.Popen[str]
 ENDLESS = ("--train.steps", "100000", "--run.save_model", "false")

@@ -22,6 +22,8 @@ from tests.ranks import RankPool, Ranks
 from tests.runtime.models import world_of
 from tests.train.runs import metrics, train, weights, write_run
 
+pytestmark = pytest.mark.long
+
 STRATEGIES = ["static", "hdp-naive", "hdp-balance", "best", "megatron-hybrid", "megatron-dynamic", "flexible-cp"]
 ON_THE_COMMAND_LINE = [
     *((nproc, strategy) for nproc in (2, 3, 4, 6) for strategy in ("static", "hdp-naive")),

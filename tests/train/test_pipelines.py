@@ -13,6 +13,8 @@ from bytescale.train.prepare import prepare
 from tests.traces import check_trace
 from tests.train.runs import metrics, train, write_run
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 CHECKPOINTING = ("--train.activation_checkpointing", "full")
 OFFLOADING = ("--plan.offload", 1.0, "--offload.min_bytes", 1024)
