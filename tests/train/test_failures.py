@@ -190,6 +190,7 @@ def test_training_that_diverges_ends(config: Path, tmp_path: Path, begin: Callab
     assert line.startswith(f"bytescale: step {len(lines)}: the ") and lines[-1]["grad_norm"] is None
     # What was reached before is kept.
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert {event["pid"] for event in check_trace((tmp_path / "run" / "trace.json").read_text())} == {0, 1}
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert all(bool(weight.isfinite().all()) for weight in saved.values())
 

@@ -44,6 +44,7 @@ class Reporter:
         self._totals, self._metrics_file, self._progress = totals, metrics_file, progress
         self._run_dir = Path(config.run.dir)
         self._warned: set[str] = set()
+        self._has_ended = False
 
     def note(self, text: str) -> None:
         """Show a line now, and again in the report."""
@@ -73,7 +74,10 @@ class Reporter:
             yield "nonfinite", f"step {metrics.step}: loss or gradients are not finite, so its update was left out"
 
     def write_ending(self, status: str, traces: Iterable[Sequence[Span]]) -> None:
-        """Trace and summary, and one line if the run ended early."""
+        """Trace and summary, and one line if the run ended early; what is asked after that changes nothing."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         model = self._run_dir / "model"
         saved = f"model saved in {shown(model)}" if self._config.run.save_model else "no model saved (run.save_model)"
         if status == STOPPED:

@@ -8,7 +8,7 @@ whole or absent, and the model is saved before anything else that closes a run.
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -207,8 +207,9 @@ class Trainer:
             try:
                 yield reporter
             except BaseException:
-                # Nothing can be collected from the other ranks any more.
-                reporter.write_ending(FAILED, self.traced)
+                # Nothing can be collected from the other ranks any more, and the first error is the one to show.
+                with suppress(RunError):
+                    reporter.write_ending(FAILED, self.traced)
                 raise
 
     def _check_shared(self) -> None:
