@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bytescale.errors import RunError, UserError
-from bytescale.train import model_dir
 from bytescale.train.run_dir import check_run_dir, open_run_dir
+from bytescale.train.saving import model_dir
 from bytescale.train.saving.model_dir import replace_directory, replacing
 
 FILES = ("config.json", "model.safetensors")
