@@ -24,6 +24,7 @@ class Ranks:
     """What a test function gets: its rank, and two groups over the first `size` ranks.
 
     `blocks[n]` are two groups over the n neighbours beside which this rank stands, as the ranks of one pipeline stage.
+    `replicas[n]` is the group of every n-th of four ranks that this one belongs to.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Ranks:
     group: Any
     mesh_group: Any
     blocks: dict[int, tuple[Any, Any]]
+    replicas: dict[int, Any]
 
 
 def _worker(rank: int, store_path: str, connection: Any) -> None:
@@ -49,12 +51,17 @@ def _worker(rank: int, store_path: str, connection: Any) -> None:
             pair = dist.new_group(members), dist.new_group(members)
             if rank in members:
                 blocks[size] = pair
+    replicas: dict[int, Any] = {1: groups[4][0]}
+    for members in ([0, 2], [1, 3]):
+        group = dist.new_group(members)
+        if rank in members:
+            replicas[2] = group
     connection.send("ready")
     while (task := connection.recv()) is not None:
         size, seconds, function, args = task
         faulthandler.dump_traceback_later(seconds, exit=False)
         try:
-            connection.send((True, function(Ranks(rank, size, *groups[size], blocks), *args)))
+            connection.send((True, function(Ranks(rank, size, *groups[size], blocks, replicas), *args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()

@@ -49,7 +49,7 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
         *("data.source", "data.path", "data.glob", "data.text_field", "data.tokenizer", "data.end_token"),
         *("data.begin_token", "data.max_context", "data.overlong", "data.cache_dir"),
         *("batch.tokens", "batch.sequences"),
-        *("parallel.pp_size", "parallel.tp_size", "parallel.hdp_size"),
+        *("parallel.pp_size", "parallel.tp_size", "parallel.hdp_size", "parallel.shard_size"),
         *("plan.strategy", "plan.tokens_per_rank", "plan.offload", "plan.profile"),
         *("offload.dir", "offload.limit_bytes", "offload.min_bytes"),
         *("train.steps", "train.lr", "train.min_lr_ratio", "train.warmup_steps", "train.weight_decay"),

@@ -154,8 +154,12 @@ class ParallelConfig:
     hdp_size: int | None = None
     """ranks of the HDP axis; when given, pp_size * tp_size * hdp_size must equal the world"""
 
+    shard_size: int | None = None
+    """ranks that hold one copy of the model's states between them, neighbours of one stage; must divide hdp_size, which
+    is the default"""
+
     def __post_init__(self) -> None:
-        for name in ("pp_size", "tp_size", "hdp_size"):
+        for name in ("pp_size", "tp_size", "hdp_size", "shard_size"):
             _require_at_least(f"parallel.{name}", getattr(self, name), 1)
 
     def check_world_size(self, world_size: int) -> None:
@@ -175,6 +179,13 @@ class ParallelConfig:
         _require(
             world_size % (pp * tp) == 0,
             f"a world of {ranks} cannot be cut into pp_size * tp_size = {pp} * {tp}: start a multiple of {pp * tp}",
+        )
+        hdp = world_size // (pp * tp)
+        shard = self.shard_size or hdp
+        below = max(size for size in range(1, min(shard, hdp) + 1) if hdp % size == 0)
+        _require(
+            hdp % shard == 0,
+            f"parallel.shard_size = {shard} does not divide hdp_size = {hdp}; the next smaller that does is {below}",
         )
 
 

@@ -9,9 +9,11 @@ Equation: G = (1 / num_targets) * sum over ranks and micro-batches of the gradie
 SUM, never a mean; the division happens once, in fp32, on the sharded gradients.
 
 Cost: whole parameters and whole gradients live for the length of a step on every rank (as in ZeRO-1); one all-gather
-and one reduce-scatter a step whatever the number of micro-batches. The optimizer sees shards.
+and one reduce-scatter a step whatever the number of micro-batches. The optimizer sees shards: of all ranks, or of
+`shard_size` neighbours, which then gather among themselves; their sums are added up over the groups once more (HSDP).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.interface import AttentionKernel
@@ -26,30 +29,63 @@ from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.loss import IGNORED
 from bytescale.runtime.p2p import PeerToPeer
+from bytescale.runtime.world import ShardGroups
 
 
-def shard_model(model: LossModel, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-    """Shard the parameters of `model` over `group`, in place: one FSDP2 unit a layer, one for the rest.
+def shard_model(
+    model: LossModel,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    shards: ShardGroups | None = None,
+) -> None:
+    """Shard the parameters of `model` over `group`, in place: one FSDP2 unit a layer, one for the rest. A collective.
 
     Args:
-        model: whole model in its master type.
+        model: whole model in its master type; on the meta device it stays there.
         group: all HDP ranks; not the group that attention uses.
         device: where it trains.
         dtype: type of compute; gradients are accumulated and reduced in the master type.
+        shards: groups of this rank when fewer ranks than all share a copy; None shards over all of `group`.
     """
-    model.to(device)
+    master = next(model.parameters())
+    if not master.is_meta:
+        model.to(device)
     model.compute_dtype = dtype
-    mesh = DeviceMesh.from_group(group, device.type)
-    master = next(model.parameters()).dtype
-    mixed = dtype != master
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master) if mixed else MixedPrecisionPolicy()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    shard_size = group.size() if shards is None else shards.copy.size()
+    mesh = _mesh(group, device, shards)
+    mixed = dtype != master.dtype
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master.dtype) if mixed else MixedPrecisionPolicy()
+    for module in (*model.layers, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=False,
+            mp_policy=policy,
+            shard_placement_fn=lambda parameter: shard_placement(parameter.shape, shard_size),
+        )
     for module in sharded_modules(model):
         # Neither call is recursive. A plain sum; gloo has no scaled one.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _mesh(group: dist.ProcessGroup, device: torch.device, shards: ShardGroups | None) -> DeviceMesh:
+    """`group` as a line of ranks, or as copies x shards."""
+    if shards is None:
+        return DeviceMesh.from_group(group, device.type)
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, shards.copy.size())
+    groups = [shards.replicas, shards.copy]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replica", "shard"))
+
+
+def shard_placement(shape: Sequence[int], shard_size: int) -> Shard:
+    """The dimension along which a parameter is cut: the first that `shard_size` divides, else the first, padded.
+
+    FSDP2 pads the first dimension only, and pads and gathers whole rows: cutting 8 experts over 64 ranks along it would
+    store and send 8 times as much.
+    """
+    return Shard(next((dim for dim, size in enumerate(shape) if size % shard_size == 0), 0))
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

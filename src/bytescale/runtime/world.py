@@ -25,6 +25,19 @@ from bytescale.runtime.transport import Transport, transport_of
 
 
 @dataclass(frozen=True)
+class ShardGroups:
+    """Groups of a rank when fewer ranks than all of its stage share a copy of the states.
+
+    Attributes:
+        copy: neighbours that hold one copy between them.
+        replicas: ranks that hold the same shard of other copies.
+    """
+
+    copy: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
 class World:
     """This rank among the others: world rank = stage * hdp_size + hdp_rank.
 
@@ -35,6 +48,7 @@ class World:
         device: where this rank computes.
         everyone: collectives of all ranks on CPU tensors: the step's numbers.
         group: FSDP2's collectives, over the ranks of this stage.
+        shards: groups inside `group` where parallel.shard_size is below hdp_size; else None.
         comm: attention's P2P, over the ranks of this stage.
         pipe: the pipeline's P2P over all ranks, one for each of FORWARD and BACKWARD; empty without a pipeline.
     """
@@ -50,6 +64,7 @@ class World:
     group: dist.ProcessGroup
     comm: PeerToPeer
     pipe: tuple[PeerToPeer, ...] = ()
+    shards: ShardGroups | None = None
 
     @property
     def is_first(self) -> bool:
@@ -89,13 +104,16 @@ def process_identity(rank: int) -> dict[str, Any]:
 
 
 @contextmanager
-def open_world(comm_timeout_s: float, pp_size: int = 1, device_type: str = "cpu") -> Iterator[World]:
+def open_world(
+    comm_timeout_s: float, pp_size: int = 1, device_type: str = "cpu", shard_size: int | None = None
+) -> Iterator[World]:
     """Join the ranks that torchrun describes, or be a world of one.
 
     Args:
         comm_timeout_s: bound of every wait on another rank.
         pp_size: pipeline stages; divides the world size.
         device_type: `cpu` or `cuda`; the GPU is that of the local rank.
+        shard_size: ranks that share a copy of the states; a divisor of hdp_size, which None stands for.
 
     Raises:
         CommunicationError: the ranks did not meet within the bound.
@@ -121,13 +139,15 @@ def open_world(comm_timeout_s: float, pp_size: int = 1, device_type: str = "cpu"
         raise CommunicationError(f"rank {rank}: the {size} ranks did not meet: {first_line(error)}") from error
     try:
         with collective(rank, "setting up the process groups"):
-            world = join_groups(rank, size, pp_size, device, comm_timeout_s)
+            world = join_groups(rank, size, pp_size, device, comm_timeout_s, shard_size)
         yield world
     finally:
         dist.destroy_process_group()
 
 
-def join_groups(rank: int, size: int, pp_size: int, device: torch.device, timeout_s: float) -> World:
+def join_groups(
+    rank: int, size: int, pp_size: int, device: torch.device, timeout_s: float, shard_size: int | None = None
+) -> World:
     """Make the groups of every stage, in the same order on all ranks, and keep this rank's."""
     everyone = dist.group.WORLD
     assert everyone is not None
@@ -142,6 +162,18 @@ def join_groups(rank: int, size: int, pp_size: int, device: torch.device, timeou
         peers = dist.new_group(members, timeout=timeout, backend=backend) if hdp_size > 1 else None
         if number == stage:
             group, attention = sharding, peers
+    shards = None
+    if shard_size is not None and shard_size < hdp_size:
+        copies = torch.arange(size).view(-1, shard_size)
+        # Ranks that hold the same shard: columns of each stage's copies.
+        replicas = torch.arange(size).view(pp_size, -1, shard_size).transpose(1, 2).flatten(0, 1)
+        own = []
+        for table in (copies, replicas):
+            for members in table.tolist():
+                joined = dist.new_group(members, timeout=timeout, backend=backend)
+                if rank in members:
+                    own.append(joined)
+        shards = ShardGroups(*own)
     pipes = [dist.new_group(timeout=timeout, backend=backend) for _ in range(2 if pp_size > 1 else 0)]
     return World(
         rank=rank,
@@ -153,6 +185,7 @@ def join_groups(rank: int, size: int, pp_size: int, device: torch.device, timeou
         device=device,
         everyone=everyone,
         group=group,
+        shards=shards,
         comm=PeerToPeer(attention, timeout_s, device),
         pipe=open_pipe([transport_of(pipe, device) for pipe in pipes], hdp_size, timeout_s, device),
     )

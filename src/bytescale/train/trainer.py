@@ -87,7 +87,10 @@ def run(config: Config) -> int | None:
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
     device = choose_device(config.train.device, Machine.here())
-    with open_world(config.run.comm_timeout_s, config.parallel.pp_size, device) as world, _memory_in_words(world.rank):
+    with (
+        open_world(config.run.comm_timeout_s, config.parallel.pp_size, device, config.parallel.shard_size) as world,
+        _memory_in_words(world.rank),
+    ):
         prepared = prepare(config, world.size)
         config = prepared.config
         dtype = TORCH_DTYPES[config.train.dtype]
@@ -95,7 +98,7 @@ def run(config: Config) -> int | None:
         model = build_model(config, prepared, world.stage)
         with collective(world.rank, "comparing the ranks"):
             check_same_run(world, run_facts(config, prepared.dataset), weights_digest(model))
-        shard_model(model, world.group, world.device, dtype)
+        shard_model(model, world.group, world.device, dtype, world.shards)
         # Posting a transfer to a rank that is gone fails at once, wherever it is posted.
         with open_offloader(config, model, world) as offloader, collective(world.rank, "an exchange"):
             return Trainer(config, prepared, world, model, kernel, offloader).train()
