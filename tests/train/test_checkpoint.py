@@ -18,7 +18,8 @@ from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig
 from bytescale.config.tokenizer import own_tokenizer, settle_tokenizer
 from bytescale.data import load_tokenizer
 from bytescale.errors import UserError
-from bytescale.runtime.fsdp import TORCH_DTYPES, shard_model
+from bytescale.runtime.device import TORCH_DTYPES
+from bytescale.runtime.fsdp import shard_model
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
 from bytescale.train.prepare import model_and_tokenizer
