@@ -14,9 +14,9 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.zigzag import piece_positions
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import full_gradients, shard_model
-from bytescale.runtime.model.decoder import LossModel, build_decoder, recompute_layers
+from bytescale.runtime.model.decoder import build_decoder, recompute_layers
 from bytescale.runtime.model.hf_config import load_config
-from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
+from bytescale.runtime.model.stages import layer_ranges, stage_model
 from bytescale.runtime.p2p import PeerToPeer
 from bytescale.runtime.transport import Transport, transport_of
 from bytescale.runtime.world import World, open_pipe
@@ -142,20 +142,36 @@ def train_step(
 ) -> tuple[float, dict[str, torch.Tensor], StepResult]:
     """(loss mean, whole gradients of this stage, result) of one step on `plan`, from the model that seed 0 gives."""
     decoder = in_type(small_decoder(architecture, **extra), master)
+    return step_of(ranks, plan, decoder, dtype, checkpointing=checkpointing, masked=masked, wrap=wrap)
+
+
+def step_of(
+    ranks: Ranks,
+    plan: StepPlan,
+    decoder: Any,
+    dtype: torch.dtype = torch.float32,
+    *,
+    checkpointing: bool = False,
+    masked: dict[int, Sequence[int]] | None = None,
+    wrap: Wrap | None = None,
+) -> tuple[float, dict[str, torch.Tensor], StepResult]:
+    """The same for a whole decoder, which is cut and sharded."""
     world = world_of(ranks, pp_size=plan.pp_size, wrap=wrap)
-    num_layers = decoder.config.num_hidden_layers
-    counts = [len(part) for part in np.array_split(np.arange(num_layers), plan.pp_size)]
-    layers = layer_ranges(counts)[world.stage]
-    ends = {"is_first": world.stage == 0, "is_last": world.stage == plan.pp_size - 1}
-    cut_to_stage(decoder, layers, **ends)
+    stages = even_stages(decoder, plan.pp_size)
+    model = stage_model(decoder, stages, world.stage)
     if checkpointing:
-        recompute_layers(decoder)
-    model = LossModel(decoder, **ends)
+        recompute_layers(model.decoder)
     shard_model(model, world.group, world.device, dtype)
     data = step_data(plan, world.hdp_rank, masked)
     result = run_step(model, CpuKernel(), world, data)
     loss = float(world.all_gather_numbers([result.loss_sum]).sum()) / data.batch.total_targets
-    return loss, with_whole_names(full_gradients(model), layers), result
+    return loss, with_whole_names(full_gradients(model), stages[world.stage]), result
+
+
+def even_stages(decoder: Any, pp_size: int) -> list[range]:
+    """The layers of `decoder` in `pp_size` runs of nearly equal length."""
+    parts = np.array_split(np.arange(decoder.config.num_hidden_layers), pp_size)
+    return layer_ranges([len(part) for part in parts])
 
 
 def reference_step(
@@ -167,10 +183,16 @@ def reference_step(
     **extra: Any,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """(loss, gradients) of plain Hugging Face in one process: each sequence by itself, plain attention and head."""
-    decoder = in_type(small_decoder(architecture, **extra), master)
+    return reference_of(plan, in_type(small_decoder(architecture, **extra), master), masked)
+
+
+def reference_of(
+    plan: StepPlan, decoder: Any, masked: dict[int, Sequence[int]] | None = None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The same for a decoder."""
     decoder.set_attn_implementation("sdpa")
     masked = masked or {}
-    total, num_targets = torch.zeros((), dtype=master), 0
+    total, num_targets = torch.zeros((), dtype=next(decoder.parameters()).dtype), 0
     for i, length in enumerate(plan.lengths.tolist()):
         tokens = sequence_tokens(length, i)
         labels = torch.from_numpy(labels_of(tokens, masked.get(i, ())))

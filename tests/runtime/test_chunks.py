@@ -16,8 +16,7 @@ from bytescale.runtime.attention.kept_kv import KeptKv
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.work import KeptRows, attention_work
 from bytescale.runtime.fsdp import full_gradients, shard_model
-from bytescale.runtime.model.decoder import LossModel
-from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
+from bytescale.runtime.model.stages import layer_ranges, stage_model
 from bytescale.runtime.offload.disk import DiskTier
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.simulator import simulate, step_spans
@@ -106,9 +105,7 @@ def _offloaded(ranks: Ranks, directory: str) -> tuple[list[str], int]:
     """Gradients that differ from those without offloading, and bytes moved."""
     decoder = small_decoder("llama", num_hidden_layers=8).train()
     world = world_of(ranks, pp_size=2)
-    ends = {"is_first": world.stage == 0, "is_last": world.stage == 1}
-    cut_to_stage(decoder, layer_ranges([4, 4])[world.stage], **ends)
-    model = LossModel(decoder, **ends)
+    model = stage_model(decoder, layer_ranges([4, 4]), world.stage)
     shard_model(model, world.group, world.device, torch.float32)
     leaving = replace(TWO, pieces=replace(TWO.pieces, offload_ratio=np.full(len(TWO.pieces), 1.0)))
     offloader = Offloader(model, lambda: DiskTier(Path(directory), 1 << 30), 512)

@@ -44,6 +44,10 @@ def test_special_tokens_that_a_table_states_stay() -> None:
     assert "pad_token_id = 97, which is no token of its vocabulary of 97" in refusal(table("llama", pad_token_id=97))
 
 
+def test_a_class_that_knows_no_model_without_a_token_asks_for_it() -> None:
+    assert "'cwm' needs bos_token_id; state it" in refusal(table("cwm", sliding_window=4096))
+
+
 def rope(kind: str, **keys: Any) -> dict[str, Any]:
     extra = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
     return {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **extra, **keys}

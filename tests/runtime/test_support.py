@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from bytescale.config.schema import ModelConfig
 from bytescale.errors import UserError
-from bytescale.runtime.model.checks import probe
 from bytescale.runtime.model.decoder import build_decoder
 from bytescale.runtime.model.hf_config import load_config, model_shape
+from bytescale.runtime.model.probe import probe
 from tests.runtime.models import ARCHITECTURES, SIZES
 
 CONTEXT = 600
@@ -90,7 +90,7 @@ def table(model_type: str, **extra: Any) -> ModelConfig:
             "its layers give another result than with eager attention on each sequence alone",
         ),
         (table("doge", head_dim=8), "it brings a mask of its own to its attention"),
-        (table("dory", head_dim=8), "a parameter that our attention or head would leave out (lm_head.logit_scale)"),
+        (table("dory", head_dim=8), "'dory' runs its layer 0 2 times in one forward"),
         (ModelConfig(preset="llama-tinny"), "did you mean 'llama-tiny'?"),
         (ModelConfig(path="nowhere"), "model.path = nowhere holds no config.json"),
     ],

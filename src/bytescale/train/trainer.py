@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,10 +22,10 @@ from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.attention.kernels import select_kernel
 from bytescale.runtime.device import TORCH_DTYPES, Machine, choose_device
 from bytescale.runtime.fsdp import clip_gradients, gradient_norm, shard_model
-from bytescale.runtime.model.checks import probe
 from bytescale.runtime.model.decoder import LossModel, build_decoder, import_architecture, recompute_layers
 from bytescale.runtime.model.hf_config import load_config
-from bytescale.runtime.model.stages import cut_to_stage
+from bytescale.runtime.model.probe import probe
+from bytescale.runtime.model.stages import stage_model
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.p2p import collective, first_line
 from bytescale.runtime.world import World, open_world, process_identity
@@ -44,6 +45,8 @@ from bytescale.train.stopping import stop_request
 
 NUM_TRACED_STEPS = 3
 """The last steps of a run whose timeline is kept."""
+
+UNTIED = "config.json says tied embeddings, but the weights hold another head: it is not tied and trained by itself"
 
 
 def check(config: Config, world_size: int) -> None:
@@ -95,7 +98,10 @@ def run(config: Config) -> int | None:
         config = prepared.config
         dtype = TORCH_DTYPES[config.train.dtype]
         kernel = select_kernel(world.device)
+        asked_tied = getattr(prepared.model_config, "tie_word_embeddings", False)
         model = build_model(config, prepared, world.stage)
+        if asked_tied and not model.is_tied:
+            prepared = replace(prepared, notes=(*prepared.notes, UNTIED))
         with collective(world.rank, "comparing the ranks"):
             check_same_run(world, run_facts(config, prepared.dataset), weights_digest(model))
         shard_model(model, world.group, world.device, dtype, world.shards)
@@ -121,13 +127,11 @@ def _memory_in_words(rank: int) -> Iterator[None]:
 def build_model(config: Config, prepared: Prepared, stage: int = 0) -> LossModel:
     """This stage of the model in fp32 on the CPU, equal on all its ranks; the whole model is probed first."""
     decoder = build_decoder(config.model, prepared.model_config, config.train.seed)
-    probe(decoder, config.data.max_context)
-    decoder.train()
-    is_first, is_last = stage == 0, stage == len(prepared.stages) - 1
-    cut_to_stage(decoder, prepared.stages[stage], is_first=is_first, is_last=is_last)
+    probe(decoder, config.data.max_context, prepared.stages)
+    model = stage_model(decoder.train(), prepared.stages, stage)
     if config.train.activation_checkpointing == "full":
-        recompute_layers(decoder)
-    return LossModel(decoder, is_first=is_first, is_last=is_last)
+        recompute_layers(model.decoder)
+    return model
 
 
 class Trainer:

@@ -22,7 +22,7 @@ fixed order, so on a CPU a run repeats bit for bit; the CUDA kernel adds up dq w
 Cost on the host: a number of operations that depends on ring steps and peers, not on how many sequences there are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from bytescale.runtime.transport import Message
 
 
 def distributed_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float, layer: int = 0
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float, layer: Hashable = 0
 ) -> Tensor:
     """Causal attention of every sequence of the micro-batch over all ranks that hold a piece of it.
 
@@ -44,7 +44,7 @@ def distributed_attention(
         q_THD, k_TGD, v_TGD: rows of this rank in the order of the micro-batch, rotary positions applied.
         context: the micro-batch; all members of its gang must call in the same order.
         scale: softmax scale.
-        layer: number of the layer on this stage, under which chunks keep their keys and values.
+        layer: name of the attention call on this stage, under which chunks keep their keys and values.
 
     Returns:
         out_THD for the rows of this rank.
@@ -58,7 +58,7 @@ def distributed_attention(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float, layer: int
+        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, scale: float, layer: Hashable
     ) -> Tensor:
         for rows in context.work.stored:
             context.kept_kv.put(layer, rows, k_TGD, v_TGD)
@@ -85,7 +85,7 @@ class _RingAttention(torch.autograd.Function):
         return (dq_THD, *own, None, None, None)
 
 
-def _source(k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, layer: int) -> tuple[Tensor, Tensor]:
+def _source(k_TGD: Tensor, v_TGD: Tensor, context: AttentionContext, layer: Hashable) -> tuple[Tensor, Tensor]:
     """Keys and values of the micro-batch, then those kept of earlier chunks."""
     if not context.work.kept:
         return k_TGD, v_TGD

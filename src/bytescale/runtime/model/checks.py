@@ -1,10 +1,7 @@
-"""What a model may ask for: everything else is refused by name at start, never ignored.
+"""What a model's configuration and its attention calls may ask for: everything else is refused by name at start.
 
-`check_config` reads the configuration and names the feature; `probe` then runs the built model on two short sequences
-in one pack, and compares with Hugging Face's own eager attention and head on each sequence alone. That finds what no
-list of names knows: another attention, tokens mixed outside attention (which neither packs nor pieces would survive),
-positions that are not those given, parameters that would never learn. Cost of the probe: three forward passes of eight
-tokens.
+`check_config` reads the configuration and names the feature, before ranks start; `check_attention_call` looks at the
+arguments of a call. What no list of names knows, `bytescale.runtime.model.probe` finds by running the built model.
 """
 
 import re
@@ -13,15 +10,7 @@ from typing import Any
 import torch
 
 from bytescale.errors import UserError
-from bytescale.runtime.attention.context import AttentionContext
-from bytescale.runtime.attention.cpu_kernel import CpuKernel
-from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.rotary import POSITION_DEPENDENT, kind_of, reach, sections
-from bytescale.runtime.p2p import PeerToPeer
-
-PROBE_TOLERANCE = 1e-3
-"""Relative difference in fp32 above which eager and our attention do not compute the same."""
-
 
 _MAX_COMPLAINT = 200
 _ADVICE = re.compile(
@@ -150,92 +139,3 @@ def check_attention_call(
             f"attention with query heads of {query_BHTD.shape[-1]} and value heads of {value_BGTD.shape[-1]} elements "
             "is not supported yet"
         )
-
-
-def probe(decoder: Any, max_context: int) -> None:
-    """Compare the built model with what Hugging Face computes for it, on two sequences of a few tokens.
-
-    Args:
-        decoder: the fp32 model on the CPU, registered attention active, before sharding.
-        max_context: longest sequence that is to come.
-
-    Raises:
-        UserError: the configuration does not work, or attention or head do something that would be ignored.
-    """
-    name = f"model {decoder.config.model_type!r}"
-    lengths = [min(5, max_context), min(3, max_context)]
-    input_ids = torch.arange(sum(lengths)) % decoder.config.vocab_size
-    was_training = decoder.training
-    decoder.eval()
-    try:
-        # Their code on its own comes first: what fails there is the configuration's fault, not ours.
-        hidden, logits = _hugging_face(decoder, name, input_ids, lengths)
-        packed = _ours(decoder, name, input_ids, lengths, max_context)
-    finally:
-        decoder.set_attn_implementation("bytescale")
-        decoder.train(was_training)
-    head = decoder.get_output_embeddings().weight
-    if not _close(packed, hidden):
-        raise UserError(
-            f"{name} does something that is not supported yet: its layers give another result than with eager "
-            "attention on each sequence alone"
-        )
-    if not _close(torch.nn.functional.linear(hidden, head), logits):
-        raise UserError(
-            f"{name} does something in its head beyond a linear layer (bias, scaling or softcapping), which is not "
-            "supported yet"
-        )
-    names = {id(parameter): key for key, parameter in decoder.named_parameters()}
-    ignored = _leaves(logits) - _leaves(packed) - {id(head)}
-    if left_out := sorted(names[leaf] for leaf in ignored if leaf in names):
-        raise UserError(f"{name} has a parameter that our attention or head would leave out ({left_out[0]})")
-
-
-def _hugging_face(decoder: Any, name: str, input_ids_T: torch.Tensor, lengths: list[int]) -> tuple[Any, Any]:
-    """(hidden_TE, logits_TV) of the sequences, each alone, through eager attention and their head."""
-    decoder.set_attn_implementation("eager")
-    try:
-        outputs = [
-            decoder(input_ids=ids[None], use_cache=False, output_hidden_states=True)
-            for ids in input_ids_T.split(lengths)
-        ]
-    except Exception as error:
-        raise UserError(f"{name} does not run as configured: {complaint(error)}") from None
-    return torch.cat([o.hidden_states[-1][0] for o in outputs]), torch.cat([o.logits[0] for o in outputs])
-
-
-def _ours(decoder: Any, name: str, input_ids_T: torch.Tensor, lengths: list[int], max_context: int) -> torch.Tensor:
-    """hidden_TE of the sequences in one pack."""
-    decoder.set_attn_implementation("bytescale")
-    comm = PeerToPeer(None, 1.0, torch.device("cpu"))
-    context = AttentionContext(local_work(lengths), CpuKernel(), comm, max_context)
-    position_ids_T = torch.cat([torch.arange(length) for length in lengths])
-    try:
-        output = decoder.base_model(
-            input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, attention_context=context
-        )
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
-    hidden_TE: torch.Tensor = output.last_hidden_state[0]
-    return hidden_TE
-
-
-def _leaves(result: torch.Tensor) -> set[int]:
-    """Identities of the parameters that `result` depends on: a walk of the graph, which costs no gradient."""
-    leaves: set[int] = set()
-    seen: set[Any] = set()
-    waiting = [result.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        waiting += [following for following, _ in node.next_functions]
-    return leaves
-
-
-def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
-    scale = right.abs().max().clamp_min(1e-30)
-    return bool((left - right).abs().max() <= PROBE_TOLERANCE * scale)

@@ -26,6 +26,7 @@ from bytescale.runtime.attention.ring import distributed_attention
 from bytescale.runtime.model.checks import check_attention_call, complaint
 from bytescale.runtime.model.hf_config import quiet_transformers
 from bytescale.runtime.model.loss import token_loss_sum
+from bytescale.runtime.model.parts import decoder_layers, is_tied
 
 
 class LossModel(nn.Module):
@@ -34,25 +35,26 @@ class LossModel(nn.Module):
     Attributes:
         is_first: the input is token ids; on later stages it is the hidden states of the stage before.
         is_last: the output is the loss; on earlier stages it is hidden states.
+        is_tied: embedding and head are one weight, on whatever stages they are.
         compute_dtype: type of the hidden states; `shard_model` sets it.
+
+    Args:
+        decoder: the model; of a stage what `stage_model` left of it.
+        is_first, is_last: which ends the decoder has.
+        tied: what the whole decoder said of its ends, where this one lacks one.
     """
 
-    def __init__(self, decoder: Any, *, is_first: bool = True, is_last: bool = True) -> None:
+    def __init__(self, decoder: Any, *, is_first: bool = True, is_last: bool = True, tied: bool | None = None) -> None:
         super().__init__()
         self.decoder = decoder
         self.is_first, self.is_last = is_first, is_last
+        self.is_tied = is_tied(decoder) if tied is None else tied
         self.compute_dtype = next(decoder.parameters()).dtype
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether embedding and head share their weight."""
-        return bool(getattr(self.decoder.config, "tie_word_embeddings", False))
 
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, in order."""
-        layers: nn.ModuleList = self.decoder.base_model.layers
-        return layers
+        return decoder_layers(self.decoder)
 
     def forward(
         self, source: Tensor, labels_T: Tensor, position_ids_T: Tensor, attention_context: AttentionContext
@@ -82,6 +84,8 @@ class LossModel(nn.Module):
             use_cache=False,
             attention_context=attention_context,
         )
+        if attention_context.kept is not None:
+            attention_context.kept.end_forward()
         hidden_1TE: Tensor = output.last_hidden_state
         return hidden_1TE
 
@@ -114,10 +118,13 @@ def _attention(
     check_attention_call(query_BHTD, value_BGTD, attention_mask, options, attention_context.max_context)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_context.kept is None:
+        return distributed_attention(q_THD, k_TGD, v_TGD, attention_context, scale)[None], None
     layer = getattr(module, "layer_idx", None)
-    if layer is None and attention_context.kept is not None:
+    if layer is None:
         raise UserError("its attention layers are not numbered, which sequences in chunks need")
-    return distributed_attention(q_THD, k_TGD, v_TGD, attention_context, scale, layer or 0)[None], None
+    call = attention_context.kept.call(layer, attention_context.work)
+    return distributed_attention(q_THD, k_TGD, v_TGD, attention_context, scale, call)[None], None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -169,8 +176,9 @@ def build_decoder(model: ModelConfig, config: Any, seed: int) -> Any:
             raise UserError(f"{name} does not use the attention interface of Transformers") from None
         raise UserError(f"{name} cannot be built: {complaint(error)}") from None
     _check_loading(f"model.path = {model.path}", loading)
-    if not hasattr(decoder.base_model, "layers") or decoder.get_output_embeddings() is None:
-        raise UserError(f"{name} is not a decoder with layers and a language-model head")
+    decoder_layers(decoder)
+    if not isinstance(decoder.get_output_embeddings(), nn.Linear):
+        raise UserError(f"{name} has no language-model head that is a linear layer")
     if decoder.get_output_embeddings().bias is not None:
         raise UserError(f"{name} has a bias in its head, which is not supported yet")
     for key, parameter in decoder.named_parameters():
@@ -178,6 +186,9 @@ def build_decoder(model: ModelConfig, config: Any, seed: int) -> Any:
             raise UserError(f"{name} has a parameter without elements ({key}: {tuple(parameter.shape)})")
         if not bool(torch.isfinite(parameter.detach()).all()):
             raise UserError(f"{name} has weights that are not finite ({key})")
+    if not is_tied(decoder):
+        # What a saved model's config.json says must be true of its weights.
+        decoder.config.tie_word_embeddings = config.tie_word_embeddings = False
     return decoder
 
 

@@ -126,8 +126,12 @@ def _config_of_table(table: dict[str, Any], max_context: int, special_ids: tuple
         raise UserError(f"[model.config]: {complaint(error)}") from None
     _check_theta(values, config)
     for key, token_id in zip(_SPECIAL_TOKENS, special_ids, strict=True):
-        if key not in values:
+        if key in values:
+            continue
+        try:
             setattr(config, key, token_id)
+        except Exception:  # a class that knows no model without one
+            raise UserError(f"[model.config]: {model_type!r} needs {key}; state it") from None
     return config
 
 
