@@ -56,6 +56,11 @@ def stage_model(decoder: Any, stages: Sequence[range], stage: int) -> LossModel:
             f"model {decoder.config.model_type!r} cannot be cut into pipeline stages: it is not an embedding, "
             "`layers`, a norm and a head; set parallel.pp_size = 1"
         )
+    if stages[-1].stop != len(layers):
+        raise UserError(
+            f"model {decoder.config.model_type!r} cannot be cut into pipeline stages: its configuration counts "
+            f"{stages[-1].stop} layers, it has {len(layers)}; set parallel.pp_size = 1"
+        )
     part, part_base = _copy(decoder), _copy(base)
     setattr(part, decoder.base_model_prefix, part_base)
     part_base.config = _config_of(base.config, stages[stage])
