@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from bytescale.arrays import IntArray
-from bytescale.cost import CostModel, dense_flops, predict, preset_cost
+from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.lengths.source import batches, length_source
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import validate
@@ -212,7 +212,9 @@ def large_pipelines() -> None:
 
 def alternatives() -> None:
     """`hdp-balance` under other numbers of buckets and deltas, and the paper's offloading rule."""
-    from bytescale.planner.parts.degrees import paper_degrees, stage_time_s
+    from bytescale.planner.parts.degrees import paper_degrees
+    from bytescale.planner.parts.timing import predicted
+    from bytescale.planner.parts.units import units_of
     from bytescale.planner.problem import make_problem
     from bytescale.planner.strategies.hdp_balance import balance_units
 
@@ -222,11 +224,11 @@ def alternatives() -> None:
         (lengths,) = batches(length_source(source), 1, 0, tokens=32 * 2**20)
         asked = make_problem(lengths, hdp_size=ranks, tokens_per_rank=CAPACITY, cost=cost)
         choice = paper_degrees(asked)
-        time_s = stage_time_s(asked, asked.lengths, choice.degree, choice.offload_ratio)
+        units = units_of(asked, choice.degree, choice.offload_ratio, CAPACITY)
         for buckets in (1, 8, 64):
             for delta in (0.0, 0.5, 1.0, 2.0):
-                ranks_of, numbers = balance_units(choice.degree, time_s, asked, buckets, delta)
-                made = _plan_of_units(asked, choice.degree, choice.offload_ratio, ranks_of, numbers)
+                placed = balance_units(units.degree, units.time_s, asked, buckets, delta)
+                made = predicted(asked, units.plan(asked, "hdp-balance", placed))
                 print(f"| {source} | {ranks} | {buckets} | {delta} | {gap(made):.4f} |", flush=True)
     print()
     header("lengths", "ranks", "strategy", "step, offload off s", "step, offload auto s")
@@ -239,23 +241,6 @@ def alternatives() -> None:
                 assert made.predicted is not None
                 steps.append(made.predicted.step_time_s)
             print(f"| {source} | {ranks} | {strategy} | {steps[0]:.2f} | {steps[1]:.2f} |", flush=True)
-
-
-def _plan_of_units(asked, degree, ratio, ranks, micro_batches):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
-    from bytescale.planner.parts.rows import plan_of_groups
-
-    made = plan_of_groups(
-        asked,
-        "hdp-balance",
-        sequence=np.arange(len(degree)),
-        degree=degree,
-        ranks=ranks,
-        micro_batches=micro_batches,
-        offload_ratio=ratio,
-    )
-    return replace(made, predicted=predict(made, asked.cost))
 
 
 def main() -> None:

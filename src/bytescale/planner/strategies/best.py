@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from bytescale.arrays import FloatArray
-from bytescale.cost.predict import durations, least_time_s, lower_bound_s, predict, rank_times_s
+from bytescale.cost.predict import durations, least_time_s, lower_bound_s, rank_times_s
 from bytescale.errors import UserError
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import (
@@ -32,6 +32,7 @@ from bytescale.planner.parts.degrees import (
     sequence_time_s,
 )
 from bytescale.planner.parts.micro_batches import plan_of_starts
+from bytescale.planner.parts.timing import predicted, step_s
 from bytescale.planner.problem import Problem
 from bytescale.planner.search.degrees import GOOD_ENOUGH, search
 from bytescale.planner.search.multifit import Placement
@@ -59,33 +60,33 @@ def plan_best(problem: Problem, rivals: Sequence[Strategy]) -> StepPlan:
     if problem.pp_size == 1:
         own = own_plans(problem, least, bound)
     else:
-        own = [_predicted(problem, best_pipeline_plan(problem))]
-    chosen = min(own, key=_predicted_s)
+        own = [predicted(problem, best_pipeline_plan(problem))]
+    chosen = min(own, key=step_s)
     small = problem.num_sequences + problem.hdp_size <= RIVAL_LIMIT
-    far = _predicted_s(chosen) > bound * (1 + (GOOD_ENOUGH if small else FAR_FROM_BOUND))
+    far = step_s(chosen) > bound * (1 + (GOOD_ENOUGH if small else FAR_FROM_BOUND))
     if far or (small and problem.num_sequences <= 64):
         for rival in reversed(rivals):
-            shorter = _shorter_plan(problem, rival, _predicted_s(chosen))
+            shorter = _shorter_plan(problem, rival, step_s(chosen))
             chosen = chosen if shorter is None else shorter
     return narrowed(problem, chosen)
 
 
-def _shorter_plan(problem: Problem, rival: Strategy, step_s: float) -> StepPlan | None:
-    """The plan of another strategy if it takes less than `step_s`."""
+def _shorter_plan(problem: Problem, rival: Strategy, below_s: float) -> StepPlan | None:
+    """The plan of another strategy if it takes less than `below_s`."""
     if rival.makes_blocks and not problem.allow_blocks:
         return None
     try:
-        if rival.name == "static" and problem.pp_size == 1 and static_bound_s(problem) >= step_s:
+        if rival.name == "static" and problem.pp_size == 1 and static_bound_s(problem) >= below_s:
             return None  # its plans can have millions of pieces
         made = rival.plan(problem)
     except UserError:
         return None
     # The busiest rank alone refuses most of them, without the makespan.
     times = durations(made, problem.cost, problem.rank_speed)
-    if float(rank_times_s(made, times).max()) >= step_s:
+    if float(rank_times_s(made, times).max()) >= below_s:
         return None
-    made = _predicted(problem, made)
-    return made if _predicted_s(made) < step_s * (1 - 1e-12) else None
+    made = predicted(problem, made)
+    return made if step_s(made) < below_s * (1 - 1e-12) else None
 
 
 def reachable_s(problem: Problem, least: Degrees) -> float:
@@ -108,15 +109,15 @@ def own_plans(problem: Problem, least: Degrees, bound: float) -> list[StepPlan]:
     """
     seen: set[bytes] = set()
     plans = [_plan_of(problem, placement) for placement in search(problem, least.degree, bound, seen)]
-    step_s = min(_predicted_s(made) for made in plans)
+    shortest_s = min(step_s(made) for made in plans)
     longest = int(problem.lengths.max())
     fits_without = longest <= problem.tokens_per_rank * problem.hdp_size
-    if problem.offload == "auto" and fits_without and step_s > bound * (1 + GOOD_ENOUGH):
+    if problem.offload == "auto" and fits_without and shortest_s > bound * (1 + GOOD_ENOUGH):
         kept = replace(problem, offload="off")
         fewest = least_work_degrees(kept)
         # From equal degrees the search would run the same way.
-        if reachable_s(kept, fewest) < step_s and not np.array_equal(fewest.degree, least.degree):
-            others = search(kept, fewest.degree, bound, seen, below_s=step_s, second=True)
+        if reachable_s(kept, fewest) < shortest_s and not np.array_equal(fewest.degree, least.degree):
+            others = search(kept, fewest.degree, bound, seen, below_s=shortest_s, second=True)
             plans += [_plan_of(kept, placement) for placement in others]
     if problem.rank_speed is not None:
         even = replace(problem, rank_speed=None)
@@ -134,16 +135,7 @@ def _plan_of(problem: Problem, placement: Placement) -> StepPlan:
         ranks=placement.ranks,
         start_s=placement.start_s,
     )
-    return _predicted(problem, made)
-
-
-def _predicted(problem: Problem, made: StepPlan) -> StepPlan:
-    return replace(made, predicted=predict(made, problem.cost, rank_speed=problem.rank_speed))
-
-
-def _predicted_s(made: StepPlan) -> float:
-    assert made.predicted is not None
-    return made.predicted.step_time_s
+    return predicted(problem, made)
 
 
 def _rename_ranks(problem: Problem, placement: Placement, speed: FloatArray) -> Placement:

@@ -18,34 +18,18 @@ from bytescale.arrays import IntArray
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import paper_degrees
 from bytescale.planner.parts.levels import stack_gangs
-from bytescale.planner.parts.packing import best_fit, next_fit
-from bytescale.planner.parts.rows import Placed, plan_of_units, spread
+from bytescale.planner.parts.packing import next_fit
+from bytescale.planner.parts.rows import Placed, spread
+from bytescale.planner.parts.units import units_of
 from bytescale.planner.problem import Problem
 
 
 def plan_naive(problem: Problem) -> StepPlan:
     """Algorithm 1 with round-robin placement."""
     choice = paper_degrees(problem)
-    degree, ratio = choice.degree, choice.offload_ratio
-    capacity = problem.fixed_capacity
-    is_long = (degree > 1) | (problem.lengths >= capacity)
-    long_sequences = np.flatnonzero(is_long)
-    short_sequences = np.flatnonzero(~is_long)
-    pack = best_fit(problem.lengths[short_sequences], capacity)
-    num_packs = int(pack.max(initial=-1)) + 1
-    place = _round_robin if problem.pp_size == 1 else _rows
-    degree_of_units = np.append(degree[long_sequences], np.ones(num_packs, np.int64))
-    unit = np.zeros(problem.num_sequences, np.int64)
-    unit[long_sequences] = np.arange(len(long_sequences))
-    unit[short_sequences] = len(long_sequences) + pack
-    return plan_of_units(
-        problem,
-        "hdp-naive",
-        unit=unit,
-        degree=degree_of_units,
-        placed=place(problem, degree[long_sequences], num_packs),
-        offload_ratio=ratio,
-    )
+    units = units_of(problem, choice.degree, choice.offload_ratio, problem.fixed_capacity)
+    place = _round_robin if problem.pp_size == 1 else place_rows
+    return units.plan(problem, "hdp-naive", place(problem, units.degree[: units.num_long], units.num_packs))
 
 
 def _round_robin(problem: Problem, degree: IntArray, num_packs: int) -> Placed:
@@ -55,7 +39,7 @@ def _round_robin(problem: Problem, degree: IntArray, num_packs: int) -> Placed:
     return Placed(ranks, micro_batches, np.bincount(ranks, minlength=problem.hdp_size))
 
 
-def _rows(problem: Problem, degree: IntArray, num_packs: int) -> Placed:
+def place_rows(problem: Problem, degree: IntArray, num_packs: int) -> Placed:
     """Next-fit rows of ranks: the row of a gang is its micro-batch number, packs fill the rows and follow them."""
     hdp_size = problem.hdp_size
     row = next_fit(degree, hdp_size)
