@@ -31,7 +31,7 @@ PIPELINES, STAGES, CAPACITY = 64, 4, 8192
 
 def asked(lengths: IntArray, cost: CostModel, pipelines: int = PIPELINES) -> Problem:
     cut = np.minimum(lengths, pipelines * CAPACITY)
-    return make_problem(cut, hdp_size=pipelines, tokens_per_rank=CAPACITY, cost=cost, pp_size=STAGES)
+    return make_problem(cut, hdp_size=pipelines, tokens_per_rank=CAPACITY, cost=cost, pp_size=STAGES, offload="off")
 
 
 @dataclass
