@@ -90,6 +90,7 @@ def relaxed_optimum(time_s: FloatArray) -> float:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_within_3_percent_of_the_relaxed_optimum() -> None:
     gaps = []
     for seed in range(NUM_CASES):

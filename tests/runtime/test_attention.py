@@ -135,6 +135,7 @@ def test_mixed_micro_batches_equal_unsharded(ranks: RankPool, dtype: torch.dtype
         check_close(assemble(results, lengths, placement, size), lengths, (4, 2), dtype)
 
 
+@pytest.mark.long
 def test_length_32769_on_four_ranks(ranks: RankPool) -> None:
     lengths, placement = [32769], [[(r, 0) for r in range(4)]]
     results = ranks.run(4, sharded, lengths, placement, (1, 1), torch.float32, timeout_s=200)

@@ -71,6 +71,7 @@ def _loss(ranks: Ranks, plan: StepPlan) -> float:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("hdp_size", [2, 3])
+@pytest.mark.long
 def test_random_chunked_plans_end_with_the_loss_of_one_process(ranks: RankPool, hdp_size: int) -> None:
     @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(plan=chunked_plans(hdp_size, 2))

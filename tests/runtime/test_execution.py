@@ -29,6 +29,7 @@ def _loss_and_norm(ranks: Ranks, plan: StepPlan) -> tuple[float, float]:
 )
 @given(plan=valid_plans(min_ranks=3, max_ranks=5, max_sequences=10))
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_random_plans_end_and_agree_with_one_rank(ranks: RankPool, plan: StepPlan) -> None:
     if int(plan.lengths.max()) < 2:
         return

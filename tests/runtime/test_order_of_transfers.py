@@ -95,6 +95,7 @@ def hangs_of(splicer: Splicer, plans: Iterator[StepPlan], rules: Any = STRICTEST
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_no_plan_hangs_under_any_rules() -> None:
     splicer = Splicer()
     plans = valid_plans(9_000, 1, whole_sequences, 3, 4, 8)

@@ -90,6 +90,7 @@ def _loss(ranks: Ranks, plan: StepPlan) -> float:
 )
 @given(plan=valid_plans(min_ranks=2, max_ranks=3, max_sequences=8, pp_size=2))
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_random_plans_end_and_agree_with_one_process(ranks: RankPool, plan: StepPlan) -> None:
     assume(int(plan.lengths.max()) > 1)
     try:

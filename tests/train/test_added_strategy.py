@@ -11,6 +11,8 @@ import pytest
 import bytescale
 from tests.train.runs import environment, metrics, write_run
 
+pytestmark = pytest.mark.long
+
 MODULE = '''"""`all-ranks`: every sequence over all ranks, one micro-batch after the other."""
 
 import numpy as np
@@ -18,8 +20,6 @@ import numpy as np
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.rows import plan_of_groups
 from bytescale.planner.problem import Problem
-
-pytestmark = pytest.mark.long
 
 
 def plan_all_ranks(problem: Problem) -> StepPlan:
