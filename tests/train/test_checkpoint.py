@@ -20,8 +20,7 @@ from bytescale.data import load_tokenizer
 from bytescale.errors import UserError
 from bytescale.runtime.device import TORCH_DTYPES
 from bytescale.runtime.fsdp import shard_model
-from bytescale.runtime.model.decoder import LossModel
-from bytescale.runtime.model.stages import cut_to_stage, layer_ranges
+from bytescale.runtime.model.stages import layer_ranges, stage_model
 from bytescale.train.prepare import model_and_tokenizer
 from bytescale.train.saving.checkpoint import check_shared, save_model, saved_config
 from bytescale.train.saving.side_files import write_side_files
@@ -57,9 +56,7 @@ def _save(
     decoder = small_decoder(architecture, tie_word_embeddings=tied)
     model_config, world = decoder.config, world_of(ranks, pp_size=pp_size)
     stages = layer_ranges([1, 1] if pp_size == 2 else [2])
-    ends = {"is_first": world.stage == 0, "is_last": world.stage == pp_size - 1}
-    cut_to_stage(decoder, stages[world.stage], **ends)
-    model = LossModel(decoder, **ends)
+    model = stage_model(decoder, stages, world.stage)
     shard_model(model, world.group, world.device, TORCH_DTYPES[dtype])
     config = config_of(dtype=dtype)
     prepared: Any = SimpleNamespace(model_config=model_config, stages=stages, tokenizer=load_tokenizer(config.data))
