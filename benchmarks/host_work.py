@@ -24,6 +24,7 @@ from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.fsdp import gather, reduce, shard_model
 from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.hf_config import load_config
+from bytescale.runtime.presence import presence
 from bytescale.runtime.world import World, open_world
 
 NUM_TOKENS, NUM_LAYERS = 4200, 8
@@ -107,7 +108,7 @@ def measure(world: World, dtype: torch.dtype, *, mixed: bool) -> list[dict[str, 
 def main() -> None:
     """Equal and mixed lengths in bfloat16, whose parameters FSDP2 casts."""
     torch.set_num_threads(1)
-    with open_world(60.0) as world:
+    with presence(60.0, None) as here, open_world(here, 60.0) as world:
         rows = [row for mixed in (False, True) for row in measure(world, torch.bfloat16, mixed=mixed)]
     report(f"{NUM_TOKENS} tokens, {NUM_LAYERS} layers, hidden 32, one rank, one thread; CPU time of a layer call", rows)
 

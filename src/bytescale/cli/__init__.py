@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import click
 
 from bytescale import __version__
+from bytescale.cli.ranks import fail
 from bytescale.errors import Interrupted, UserError, nearest
-from bytescale.launch import complaint, torchrun
 from bytescale.report.output import say, silence
 
 _COMMANDS = {
@@ -80,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return 130
     except click.ClickException as error:
-        return _fail(UserError(error.format_message()))
+        return fail(UserError(error.format_message()))
     except Exception as error:
-        return _fail(error)
+        return fail(error)
 
 
 def _open_standard_streams() -> None:
@@ -94,21 +94,3 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
-
-
-def _fail(error: Exception) -> int:
-    """Say what went wrong."""
-    found = complaint(error)
-    torchrun.leave_error(found)
-    if found.traceback:
-        say(found.traceback.rstrip(), sys.stderr)
-    else:
-        rank = os.environ.get("RANK", "0")
-        whose = "" if rank == "0" or found.kind == "peer" else f"rank {rank}: "
-        say(f"bytescale: {whose}{found.message}", sys.stderr)
-    if "RANK" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # A failed rank must not linger in threads or destructors that wait for its peers.
-        os._exit(found.exit_code)
-    return found.exit_code

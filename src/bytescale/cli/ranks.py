@@ -1,11 +1,12 @@
-"""Local ranks of a command: started, and their failure shown."""
+"""Ranks of a command: local ones started, and how a failure of theirs or of this process is shown."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from bytescale.config.schema import Config
-from bytescale.launch import RankFailure, describe, launch, rendezvous
+from bytescale.launch import RankFailure, complaint, describe, launch, rendezvous, torchrun
 from bytescale.report.output import say
 
 
@@ -33,3 +34,21 @@ def show_failure(failure: RankFailure | None) -> int:
         say(failure.traceback.rstrip(), sys.stderr)
     say(f"bytescale: {describe(failure)}", sys.stderr)
     return 2 if failure.kind == "user" else 1
+
+
+def fail(error: Exception) -> int:
+    """Say what went wrong and return the exit code of this process; a rank of torchrun ends here, from any thread."""
+    found = complaint(error)
+    torchrun.leave_error(found)
+    if found.traceback:
+        say(found.traceback.rstrip(), sys.stderr)
+    else:
+        rank = os.environ.get("RANK", "0")
+        whose = "" if rank == "0" or found.kind == "peer" else f"rank {rank}: "
+        say(f"bytescale: {whose}{found.message}", sys.stderr)
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A failed rank must not linger in threads or destructors that wait for its peers.
+        os._exit(found.exit_code)
+    return found.exit_code

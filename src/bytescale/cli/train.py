@@ -6,13 +6,14 @@ configuration, world size, data, model. torch is imported only after the configu
 """
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bytescale.cli.ranks import run_ranks, show_failure
+from bytescale.cli.ranks import fail, run_ranks, show_failure
 from bytescale.config.schema import Config
 from bytescale.config.toml import load_config, parse_overrides
 from bytescale.errors import RunError, UserError
@@ -84,8 +85,10 @@ def _train_in_this_process(config: Config, world_size: int) -> int:
     check_first(config, world_size)
     ignore_input()
     trainer = _trainer()
-    trainer.check(config, world_size)
-    return _run(trainer, config)
+    if world_size == 1:
+        trainer.check(config, world_size)
+    # Ranks of torchrun prepare, each in its own time, where the others know that they live.
+    return _run(trainer, config, fail)
 
 
 def _train_on_local_ranks(config: Config, nproc: int) -> int:
@@ -101,13 +104,13 @@ def _train_on_local_ranks(config: Config, nproc: int) -> int:
     return show_failure(failure)
 
 
-def _run(trainer: Any, config: Config) -> int:
+def _run(trainer: Any, config: Config, lost: Callable[[Exception], int] | None = None) -> int:
     """Train as this rank, then on rank 0 print the closing table and write the report of the run.
 
     Returns:
         0, or 128 + the signal that ended the run early.
     """
-    signal_number = trainer.run(config)
+    signal_number = trainer.run(config, lost)
     if os.environ.get("RANK", "0") == "0":
         run_dir = Path(config.run.dir)
         say_table(summary_table(read_summary(run_dir / "summary.json")))

@@ -34,6 +34,7 @@ from bytescale.runtime.device import TORCH_DTYPES, Machine, resolve
 from bytescale.runtime.model.hf_config import model_shape
 from bytescale.runtime.offload.disk import check_directory
 from bytescale.runtime.p2p import collective
+from bytescale.runtime.presence import presence
 from bytescale.runtime.world import World, open_world
 from bytescale.train.offload import open_tier
 from bytescale.train.prepare import model_and_tokenizer
@@ -70,7 +71,8 @@ def measure(config: Config, longest: int, rounds: int) -> tuple[ModelShape, str,
     """
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
-    with open_world(config.run.comm_timeout_s, device_type=config.train.device) as world:
+    timeout_s, device = config.run.comm_timeout_s, config.train.device
+    with presence(timeout_s, None) as here, open_world(here, timeout_s, device_type=device) as world:
         model_config, _ = model_and_tokenizer(config, longest)
         shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
         check_kernel(config.train.device, TORCH_DTYPES[config.train.dtype], shape.head_dim)

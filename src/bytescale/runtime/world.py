@@ -9,7 +9,7 @@ sets, nothing else.
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from bytescale.errors import CommunicationError
 from bytescale.plan.order import FORWARD
 from bytescale.runtime.p2p import PeerToPeer, collective, first_line
+from bytescale.runtime.presence import Presence
 from bytescale.runtime.transport import Transport, transport_of
 
 
@@ -105,34 +107,42 @@ def process_identity(rank: int) -> dict[str, Any]:
 
 @contextmanager
 def open_world(
-    comm_timeout_s: float, pp_size: int = 1, device_type: str = "cpu", shard_size: int | None = None
+    here: Presence,
+    comm_timeout_s: float,
+    pp_size: int = 1,
+    device_type: str = "cpu",
+    shard_size: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[World]:
-    """Join the ranks that torchrun describes, or be a world of one.
+    """Wait until every rank has prepared, then join them.
+
+    On an error inside the block the groups are left as they are: destroying them waits for what is under way, which
+    other ranks may never join. The process must report the error and end.
 
     Args:
-        comm_timeout_s: bound of every wait on another rank.
+        here: this rank among the others.
+        comm_timeout_s: bound of every wait on another rank from here on.
         pp_size: pipeline stages; divides the world size.
         device_type: `cpu` or `cuda`; the GPU is that of the local rank.
         shard_size: ranks that share a copy of the states; a divisor of hdp_size, which None stands for.
+        say: shows a line that says whom this rank waits for.
 
     Raises:
-        CommunicationError: the ranks did not meet within the bound.
+        CommunicationError: a rank failed or fell silent, or the ranks did not meet within the bound.
     """
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    rank = int(os.environ["RANK"]) if launched else 0
-    size = int(os.environ["WORLD_SIZE"]) if launched else 1
+    here.wait_for_all(say)
+    rank, size = here.rank, here.size
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=comm_timeout_s)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=None if launched else dist.HashStore(),  # type: ignore[attr-defined]
+            store=PrefixStore("groups", here.store),
             rank=rank,
             world_size=size,
-            timeout=timeout,
+            timeout=timedelta(seconds=comm_timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, ValueError) as error:
@@ -141,8 +151,11 @@ def open_world(
         with collective(rank, "setting up the process groups"):
             world = join_groups(rank, size, pp_size, device, comm_timeout_s, shard_size)
         yield world
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if size == 1:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def join_groups(

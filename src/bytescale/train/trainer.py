@@ -5,6 +5,7 @@ step by step. The loader's thread prepares step n + 1 while step n computes. Ran
 whole or absent, and the model is saved before anything else that closes a run.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from bytescale.arrays import IntArray
 from bytescale.config.schema import Config
 from bytescale.data import StepData, StepLoader
 from bytescale.errors import RunError
+from bytescale.report.output import say
 from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.attention.kernels import select_kernel
 from bytescale.runtime.device import TORCH_DTYPES, Machine, choose_device
@@ -28,6 +30,7 @@ from bytescale.runtime.model.probe import probe
 from bytescale.runtime.model.stages import stage_model
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.p2p import collective, first_line
+from bytescale.runtime.presence import Lost, presence
 from bytescale.runtime.world import World, open_world, process_identity
 from bytescale.trace import Span
 from bytescale.train.agreement import check_same_run, run_facts, weights_digest
@@ -76,8 +79,12 @@ def preload(config: Config) -> None:
     import_architecture(load_config(config.model, config.data.max_context))
 
 
-def run(config: Config) -> int | None:
+def run(config: Config, lost: Lost | None = None) -> int | None:
     """Train as this rank of the run that torchrun describes, or as the only one.
+
+    Args:
+        config: the run.
+        lost: ends this rank when another one is lost and the main thread does not come upon it.
 
     Returns:
         None, or the signal that ended the run early; what was reached is saved.
@@ -90,24 +97,29 @@ def run(config: Config) -> int | None:
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
     device = choose_device(config.train.device, Machine.here())
-    with (
-        open_world(config.run.comm_timeout_s, config.parallel.pp_size, device, config.parallel.shard_size) as world,
-        _memory_in_words(world.rank),
-    ):
-        prepared = prepare(config, world.size)
+    timeout_s, pp_size, shard_size = config.run.comm_timeout_s, config.parallel.pp_size, config.parallel.shard_size
+    with presence(timeout_s, lost) as here, _memory_in_words(here.rank):
+        here.doing("prepares data")
+        prepared = prepare(config, here.size)
         config = prepared.config
-        dtype = TORCH_DTYPES[config.train.dtype]
-        kernel = select_kernel(world.device)
+        here.doing("loads the model")
         asked_tied = getattr(prepared.model_config, "tie_word_embeddings", False)
-        model = build_model(config, prepared, world.stage)
+        model = build_model(config, prepared, here.rank * pp_size // here.size)
         if asked_tied and not model.is_tied:
             prepared = replace(prepared, notes=(*prepared.notes, UNTIED))
-        with collective(world.rank, "comparing the ranks"):
-            check_same_run(world, run_facts(config, prepared.dataset), weights_digest(model))
-        shard_model(model, world.group, world.device, dtype, world.shards)
-        # Posting a transfer to a rank that is gone fails at once, wherever it is posted.
-        with open_offloader(config, model, world) as offloader, collective(world.rank, "an exchange"):
-            return Trainer(config, prepared, world, model, kernel, offloader).train()
+        facts, weights = run_facts(config, prepared.dataset), weights_digest(model)
+        with open_world(here, timeout_s, pp_size, device, shard_size, _say_waiting) as world:
+            with collective(world.rank, "comparing the ranks"):
+                check_same_run(world, facts, weights)
+            shard_model(model, world.group, world.device, TORCH_DTYPES[config.train.dtype], world.shards)
+            kernel = select_kernel(world.device)
+            # Posting a transfer to a rank that is gone fails at once, wherever it is posted.
+            with open_offloader(config, model, world) as offloader, collective(world.rank, "an exchange"):
+                return Trainer(config, prepared, world, model, kernel, offloader).train()
+
+
+def _say_waiting(line: str) -> None:
+    say(f"bytescale: {line}", sys.stderr)
 
 
 @contextmanager
