@@ -7,7 +7,7 @@ micro-batch's exchanges are recorded once for each form that they can have.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.attention.kept_kv import KeptKv
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.ring import AttentionContext, distributed_attention
-from bytescale.runtime.attention.work import AttentionWork, attention_work, local_work
+from bytescale.runtime.attention.work import AttentionWork, KeptRows, attention_work, local_work
 from bytescale.runtime.p2p import PeerToPeer
 from bytescale.runtime.pipeline import StageInput, run_stage
 from bytescale.runtime.transport import Message, Pending, Transport
@@ -278,19 +278,33 @@ def _pass(exchanges: tuple[Program, Program], direction: int, num_layers: int, r
     return ((forward if recompute else []) + backward) * num_layers
 
 
+class _Kept:
+    """Keys and values of earlier chunks, as if they had been computed."""
+
+    def put(self, *ignored: Any) -> None: ...
+
+    def add_gradients(self, *ignored: Any) -> None: ...
+
+    def take_gradients(self, *ignored: Any) -> None: ...
+
+    def earlier(self, layer: int, rows: KeptRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        kv_SGD = torch.zeros(rows.end - rows.begin, 1, 1)
+        return [kv_SGD], [kv_SGD]
+
+
 def _record_layer(work: AttentionWork, first_rank: int) -> tuple[Program, Program]:
     """Forward and backward of one layer, after sends of an earlier one that are still under way."""
     log: Program = []
     members = range(first_rank, first_rank + 64)
     comm = PeerToPeer(None, 1.0, CPU, offsets=(), transport=Recording("attention", 0, members, log))
     earlier = [Message(0, torch.zeros(1), 0)]
-    num_rows = work.num_tokens + sum(rows.end - rows.begin for rows in work.kept)
-    q_THD, kv_SGD = (torch.zeros(n, 1, 1, requires_grad=True) for n in (work.num_tokens, num_rows))
-    context = AttentionContext(replace(work, kept=(), stored=()), CpuKernel(), comm)
+    q_THD, kv_TGD = (torch.zeros(work.num_tokens, 1, 1, requires_grad=True) for _ in range(2))
+    kept: Any = _Kept()
+    context = AttentionContext(work, CpuKernel(), comm, kept=kept)
     programs = []
     comm.post("earlier", earlier, [])
     log.clear()
-    out_THD = distributed_attention(q_THD, kv_SGD, kv_SGD, context, 1.0)
+    out_THD = distributed_attention(q_THD, kv_TGD, kv_TGD, context, 1.0)
     programs.append(list(log))
     comm.post("earlier", earlier, [])
     log.clear()

@@ -114,7 +114,7 @@ def test_exchanges_of_attention_pass_also_where_they_connect_at_first_use() -> N
         num_events = len([Post, Taken, Drained])
         return [program[num_events * (len(programs) - 1) :] for program in programs]
 
-    plans = valid_plans(1_000, 4, whole_sequences, 8, 1, 12)
+    plans = valid_plans(1_000, 4, whole_sequences, 6, 1, 8)
     assert sum(hangs_of(Splicer(), plans, prune=unopened)) == 0
 
 
