@@ -4,6 +4,7 @@ Ranks are threads of this process around one store. Nothing waits for its bound 
 short; the ones where nobody may be missed have a bound that no busy machine reaches.
 """
 
+import os
 import threading
 from queue import Empty, Queue
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from bytescale.runtime.presence import Presence
 from bytescale.runtime.world import open_world
 
 pytestmark = pytest.mark.timeout(30)
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 NEVER_S, SOON_S = 1000.0, 0.4
 
 
@@ -141,3 +143,22 @@ def test_waits_that_never_raise_and_a_destroy_that_waits_end_nevertheless(monkey
     assert str(run.lost[1].get()) == "rank 1: rank 0 failed: out of memory"
     threads[0].join()
     assert not flushed.is_set() and threads[1].is_alive()
+
+
+def test_a_rank_on_a_gpu_has_a_queue_for_every_stream_before_its_context_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: dict[str, object] = {}
+
+    def init(backend: str, **options: object) -> None:
+        made["backend"] = backend
+
+    monkeypatch.setenv(QUEUES, "to be restored")
+    monkeypatch.delenv(QUEUES)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.update(queues=os.environ[QUEUES]))
+    monkeypatch.setattr(world_module.dist, "init_process_group", init)
+    monkeypatch.setattr(world_module.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(world_module, "join_groups", lambda *args: None)
+    with open_world(Run(1).rank(0), 1.0, device_type="cuda"):
+        # Numbers and objects travel between CPUs.
+        assert made == {"queues": "32", "backend": "cpu:gloo,cuda:nccl"}

@@ -3,8 +3,8 @@
 Without a pipeline two groups over the same ranks exist: the default one for FSDP2 and the step's numbers, one for
 attention's P2P. With a pipeline each stage has its own two, and two over all ranks carry its P2P, one a direction.
 Numbers and objects always travel between CPUs, over gloo: on CUDA the default group has both back-ends, the others NCCL
-alone. A single process is a world of one rank and runs the same code. Environment variables are those that torchrun
-sets, nothing else.
+alone. A single process is a world of one rank and runs the same code. Environment variables read are those that
+torchrun sets, nothing else.
 """
 
 import os
@@ -134,6 +134,9 @@ def open_world(
     rank, size = here.rank, here.size
     device = torch.device(device_type)
     if device_type == "cuda":
+        # Compute, FSDP2, NCCL and copies use up to eleven streams; beyond the hardware's eight queues, some would share
+        # one, and a transfer that waits for its peer would hold up what the peer waits for. Read with the context.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     try:
