@@ -163,7 +163,7 @@ def real(strategy: str, num_batches: int) -> None:
 
 def pipelines() -> None:
     """Step / bound of every strategy in pipelines of four stages, 8M tokens."""
-    names = ("static", "megatron-dynamic", "hdp-balance", "flexible-cp", "best", "chunked")
+    names = ("static", "megatron-hybrid", "megatron-dynamic", "hdp-balance", "flexible-cp", "best", "chunked")
     header("model, ranks, lengths", *names)
     for model, ranks, tp_size in (("llama-70b", 64, 8), ("mistral-8x7b", 128, 4)):
         cost = preset_cost(model, "paper", tp_size=tp_size)

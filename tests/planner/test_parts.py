@@ -25,6 +25,7 @@ from bytescale.planner.parts.list_scheduling import fill_rooms, place_gangs, pla
 from bytescale.planner.parts.micro_batches import first_fit_in_segments
 from bytescale.planner.parts.packing import best_fit, next_fit
 from bytescale.planner.problem import Problem, make_problem
+from bytescale.planner.strategies.fcp import plan_fcp
 from tests.planner.inputs import lognormal
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=60)
@@ -207,3 +208,14 @@ def test_dense_cost_has_no_communication() -> None:
     assert np.allclose(
         layer_time_s(cost, cost.forward, 65536, degree) * degree, layer_time_s(cost, cost.forward, 65536)
     )
+
+
+def test_waves_of_blocks_are_filled_in_order_of_length() -> None:
+    asked = problem(lognormal(400, 8192), offload="off", hdp_size=16)
+    wave = plan_fcp(asked).pieces
+    number = np.zeros(asked.num_sequences, dtype=np.int64)
+    number[wave.sequence] = wave.micro_batch
+    by_length = number[np.argsort(-asked.lengths, kind="stable")]
+    assert number.max() > 3
+    # One wave after another, each a stretch of the sorted lengths; which runs first does not matter.
+    assert np.count_nonzero(np.diff(by_length)) == number.max()

@@ -115,6 +115,22 @@ def lagging_first(
     return line
 
 
+def widest_first(units: list[tuple[int, int, float]], num: int) -> Pipelines:
+    """The widest to the pipelines done first among those with as many micro-batches."""
+    line, ready = Pipelines(num), [0.0] * num
+    for unit, d, t in sorted(units, key=lambda u: (-u[1], -u[2], u[0])):
+        options = []
+        for level in sorted({len(queue) for queue in line.queue}):
+            alike = sorted((r for r in range(num) if len(line.queue[r]) == level), key=lambda r: ready[r])
+            if len(alike) >= d:
+                options.append((ready[alike[d - 1]], alike[:d]))
+        start, chosen = min(options, key=lambda o: o[0])
+        for rank in chosen:
+            line.queue[rank].append((unit, t))
+            ready[rank] = start + t
+    return line
+
+
 def step_of(problem: Problem, units: Units, line: Pipelines) -> float:
     places = sorted((unit, rank, k) for rank, queue in enumerate(line.queue) for k, (unit, _) in enumerate(queue))
     _, ranks, numbers = np.array(places, dtype=np.int64).T
@@ -143,7 +159,10 @@ def steps_by_hand(problem: Problem) -> dict[str, float]:
         if line is not None:
             packs_last(line, packs, waits, leading)
             steps[name] = step_of(problem, units, line)
-    return steps
+    packs = sorted(((u, t) for u, _, t in entries[units.num_long :]), key=lambda p: -p[1])
+    line = widest_first(longs, num)
+    packs_last(line, packs, 0, 0)
+    return {**steps, "widest": step_of(problem, units, line)}
 
 
 def balanced_s(problem: Problem) -> float:

@@ -8,6 +8,8 @@ load counts the longest of its units P times, and pipelines that hold long seque
 - `on_lagging`: the longest unit first on the ranks whose load is least. Ranks that have run fewer micro-batches than
   the others of a gang run packs before it, so that its number is the same on all.
 
+- `stacked`: the widest gang first on the least loaded ranks with equal counts, which always exist.
+
 Packs that are left go longest first to the rank whose load is least; every rank may begin with some of its shortest.
 
 Invariant: a gang has one micro-batch number on all its ranks and numbers have no gaps, so the order has no cycle.
@@ -44,7 +46,9 @@ def pipeline_orders(problem: Problem, units: Units) -> Iterator[Placed]:
             if placed is not None:
                 yield placed
     placed = in_rows(problem, units, 0, counts_waiting=False)
-    yield stacked(problem, units) if placed is None else placed
+    if placed is not None:
+        yield placed
+    yield stacked(problem, units)
 
 
 def in_rows(problem: Problem, units: Units, num_leading: int, counts_waiting: bool = True) -> Placed | None:
@@ -128,7 +132,7 @@ def stacked(problem: Problem, units: Units) -> Placed:
     num = units.num_long
     gangs = stack_gangs(units.degree[:num], problem.hdp_size, units.time_s[:num])
     unit = np.repeat(np.arange(num), units.degree[:num])
-    return _with_packs(problem, units, _Members(unit, gangs.ranks, gangs.micro_batches), 0)
+    return _with_packs(problem, units, _Members(unit, gangs.ranks, gangs.micro_batches), 0, False)
 
 
 def _with_packs(

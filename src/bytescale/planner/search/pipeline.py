@@ -3,7 +3,8 @@
 A pipeline of P stages waits about (P - 1) first forwards and (P - 1) last backwards, and wherever neighbouring
 micro-batches differ. So degrees that keep a gang near the time of a full pack are tried, then how many tokens a pack
 holds (smaller packs make the ends cheaper and pay the constant g more often), then how many packs lead
-(`bytescale.planner.search.pipeline_candidate`).
+(`bytescale.planner.search.pipeline_candidate`). At last the orders of `hdp-balance` (`parts.pipeline_orders`) are tried
+at a few of these degrees.
 
 The makespan of every candidate is computed with the operation graph, so what is compared is what is predicted; it also
 says how long each rank waits, by which the candidate is levelled again.
@@ -19,7 +20,10 @@ from bytescale.cost.makespan import makespan
 from bytescale.cost.predict import durations, rank_times_s
 from bytescale.plan.memory import in_flight_tokens
 from bytescale.plan.step_plan import StepPlan
-from bytescale.planner.parts.degrees import least_work_degrees, power_of_two, stage_time_s, widen
+from bytescale.planner.parts.degrees import least_work_degrees, power_of_two, ratio_at, stage_time_s, widen
+from bytescale.planner.parts.pipeline_orders import pipeline_orders
+from bytescale.planner.parts.timing import shortest_plan, step_s
+from bytescale.planner.parts.units import units_of
 from bytescale.planner.problem import Problem
 from bytescale.planner.search.pipeline_candidate import Shape, stacked_plan
 
@@ -28,6 +32,9 @@ _PACK_SHARES = (0.25, 0.06, 0.125, 0.5, 1.0)
 
 _PACK_TIMES = (2.0, 1.0, 0.5, 0.7, 0.35, 1.3)
 """Most time of a gang, in times of a full pack: what is longer than its neighbours makes every stage wait."""
+
+_ORDER_TIMES = (5.0, 3.0)
+"""The same where whole levels are put in order, which gain from fewer ranks."""
 
 LEVELLING_ROUNDS = 1
 """How often a candidate is levelled again by the waiting its timeline shows; more gain little (docs/log.md)."""
@@ -57,7 +64,19 @@ def best_pipeline_plan(problem: Problem) -> StepPlan:
     tries([replace(shape, degree=power_of_two(shape.degree, problem.hdp_size))])
     tries([replace(shape, pack_tokens=tokens) for tokens in sizes[1:]])
     tries([replace(shape, num_leading=num) for num in (0, 1)])
-    return best.plan
+    times = () if size > 200_000 else _ORDER_TIMES
+    ordered = _best_order(problem, [shape.degree, *_degree_candidates(problem, least, times)])
+    return ordered if step_s(ordered) < best.step_s * (1 - 1e-6) else best.plan
+
+
+def _best_order(problem: Problem, degrees: list[IntArray]) -> StepPlan:
+    """The shortest plan of the orders of `hdp-balance` at other degrees than the fewest."""
+    plans = []
+    for degree in degrees:
+        ratio = np.minimum(ratio_at(problem, problem.lengths, degree), 1.0)
+        units = units_of(problem, degree, ratio, problem.fixed_capacity)
+        plans += [units.plan(problem, "best", placed) for placed in pipeline_orders(problem, units)]
+    return shortest_plan(problem, plans)
 
 
 @dataclass(frozen=True)
@@ -109,12 +128,14 @@ def _timed(problem: Problem, made: StepPlan) -> LevelledPlan:
     return LevelledPlan(made, line.step_time_s, end_s - rank_times_s(made, times))
 
 
-def _degree_candidates(problem: Problem, least: IntArray) -> list[IntArray]:
+def _degree_candidates(
+    problem: Problem, least: IntArray, most_times: tuple[float, ...] = _PACK_TIMES
+) -> list[IntArray]:
     """Degrees that keep a gang's time below so many times that of a full pack."""
     full = np.array([problem.fixed_capacity])
     pack_s = float(stage_time_s(problem, full, np.ones_like(full), np.array([problem.fixed_ratio]))[0])
     found = {least.tobytes(): least}
-    for times in _PACK_TIMES:
+    for times in most_times:
         degree = widen(problem, least, pack_s * times)
         found.setdefault(degree.tobytes(), degree)
     return list(found.values())[1:]

@@ -1,9 +1,9 @@
 """`fcp`: flexible context parallelism by blocks. Sequences are cut into blocks of 4K tokens, any block on any rank.
 
 A step runs in waves; in a wave every rank has one micro-batch of at most C tokens, and all blocks of a sequence are
-in the same wave, since they exchange keys and values. Sequences go to the wave with least work that has room. Inside a
-wave blocks go longest first (by their own causal work) to the least loaded rank that still holds them; where none
-does, a block is cut once more to fit what room there is.
+in the same wave, since they exchange keys and values. Waves run one after another, so sequences fill them in order of
+length. Inside a wave blocks go longest first (by their own causal work) to the least loaded rank that still holds them;
+where none does, a block is cut once more to fit what room there is.
 
 The published system does the same in one wave of as many tokens as a GPU holds, and colours the transfers into
 congestion-free rounds, which the cost model takes for granted. Waves are ordered by the ranks they use, and used ranks
@@ -20,7 +20,7 @@ import numpy as np
 from bytescale.arrays import FloatArray, IntArray
 from bytescale.cost.blocks import attention_s
 from bytescale.plan.step_plan import StepPlan, step_plan
-from bytescale.planner.parts.degrees import sequence_time_s
+from bytescale.planner.parts.packing import next_fit
 from bytescale.planner.problem import Problem, too_long
 
 BLOCK_TOKENS = 4096
@@ -68,36 +68,12 @@ def plan_fcp(problem: Problem) -> StepPlan:
 
 
 def _assign_waves(problem: Problem) -> IntArray:
-    """Wave of each sequence: most work first, to the wave with least work whose tokens allow it."""
-    room_tokens = problem.fixed_capacity * problem.hdp_size
-    planned = max(1, int(room_tokens * WAVE_FILL))
-    lengths = problem.lengths
-    work = sequence_time_s(problem, lengths, np.ones_like(lengths), np.full(len(lengths), problem.fixed_ratio))
-    num_waves = -(-int(lengths.sum()) // planned)
-    heap = [(0.0, w) for w in range(num_waves)]
-    tokens = [0] * num_waves
-    wave = np.zeros(len(lengths), dtype=np.int64)
-    values, works = lengths.tolist(), work.tolist()
-    for i in np.argsort(-work, kind="stable").tolist():
-        skipped = []
-        while heap:
-            load, w = heapq.heappop(heap)
-            limit = room_tokens if not tokens[w] else planned
-            if tokens[w] + values[i] <= limit:
-                break
-            skipped.append((load, w))
-        else:
-            load, w = 0.0, len(tokens)
-            tokens.append(0)
-        tokens[w] += values[i]
-        wave[i] = w
-        heapq.heappush(heap, (load + works[i], w))
-        for entry in skipped:
-            # A wave without room for one more token is done.
-            if tokens[entry[1]] < planned:
-                heapq.heappush(heap, entry)
-    _, dense = np.unique(wave, return_inverse=True)
-    return dense.astype(np.int64)
+    """Wave of each sequence: longest first, a wave is closed where the next one no longer fits."""
+    planned = max(1, int(problem.fixed_capacity * problem.hdp_size * WAVE_FILL))
+    order = np.argsort(-problem.lengths, kind="stable")
+    wave = np.zeros(problem.num_sequences, dtype=np.int64)
+    wave[order] = next_fit(problem.lengths[order], planned)
+    return wave
 
 
 def _blocks(lengths: IntArray, block: int) -> tuple[IntArray, IntArray, IntArray]:
