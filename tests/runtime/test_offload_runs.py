@@ -88,7 +88,7 @@ def test_offloading_that_moves_nothing_is_said_and_counted(
         (["--plan.offload", "0.5", *ROOMY, "--offload.dir", "/proc/1"], "offload.dir = /proc/1 cannot be written"),
         (["--plan.offload", "off"], "needs 2 ranks of plan.tokens_per_rank = 300, but there is 1: start 2 ranks, or"),
         (["--plan.profile", "{file}"], "is not JSON"),
-        (["--plan.profile", "nowhere.json"], "cannot read profile nowhere.json"),
+        (["--plan.profile", "nowhere.json"], "nowhere.json: No such file or directory"),
     ],
 )
 def test_refusals_are_one_line(
