@@ -23,7 +23,7 @@ from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.fsdp import gather, reduce, shard_model
 from bytescale.runtime.model.decoder import LossModel, build_decoder
-from bytescale.runtime.model.hf_config import load_config
+from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.presence import presence
 from bytescale.runtime.world import World, open_world
 
@@ -76,7 +76,7 @@ def lengths_of(num_sequences: int, *, mixed: bool) -> list[int]:
 
 def measure(world: World, dtype: torch.dtype, *, mixed: bool) -> list[dict[str, Any]]:
     """One row a number of sequences."""
-    model = LossModel(build_decoder(MODEL, load_config(MODEL, NUM_TOKENS), 0))
+    model = LossModel(build_decoder(MODEL, load_model_config(MODEL, NUM_TOKENS), 0))
     shard_model(model, world.group, world.device, dtype)
     rows = []
     for num_sequences in NUM_SEQUENCES:

@@ -27,7 +27,7 @@ from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel, build_decoder
-from bytescale.runtime.model.hf_config import load_config
+from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.offload.disk import DiskTier, release_freed_memory
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.p2p import PeerToPeer
@@ -45,7 +45,7 @@ def one_ratio(
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
     table = {"model_type": "llama", "vocab_size": 272, "num_hidden_layers": layers, **sizes}
     model_config = ModelConfig(config=table)
-    model = LossModel(build_decoder(model_config, load_config(model_config, length), 0)).train()
+    model = LossModel(build_decoder(model_config, load_model_config(model_config, length), 0)).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     context = AttentionContext(local_work([length]), CpuKernel(), PeerToPeer(None, 1.0, CPU))

@@ -23,7 +23,7 @@ from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.attention.kernels import select_kernel
 from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel, build_decoder
-from bytescale.runtime.model.hf_config import load_config, model_shape
+from bytescale.runtime.model.hf_config import load_model_config, shape_of_config
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.offload.pinned import PinnedTier
 from bytescale.runtime.p2p import PeerToPeer
@@ -35,12 +35,12 @@ HOST_LIMIT_BYTES = 96 * GIB
 
 def model_config(num_layers: int, length: int) -> Any:
     table = {"model_type": "llama", "vocab_size": 32000, "num_hidden_layers": num_layers, **SIZES}
-    return load_config(ModelConfig(config=table), length)
+    return load_model_config(ModelConfig(config=table), length)
 
 
 def fitting_layers(length: int, device: torch.device) -> int:
     """Layers whose activations, weights and gradients fit in four fifths of the free memory, at most 16."""
-    shape = model_shape(model_config(1, length), 2)
+    shape = shape_of_config(model_config(1, length), 2)
     free, _ = torch.cuda.mem_get_info(device)
     layer_parameters = shape.attention_parameters + 3 * shape.hidden_size * shape.ffn_size
     # Norm inputs are kept in fp32 as well: a tenth on top of the estimate.

@@ -15,7 +15,7 @@ from bytescale.plan.zigzag import piece_positions
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import full_gradients, shard_model
 from bytescale.runtime.model.decoder import build_decoder, recompute_layers
-from bytescale.runtime.model.hf_config import load_config
+from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.model.stages import layer_ranges, stage_model
 from bytescale.runtime.p2p import PeerToPeer
 from bytescale.runtime.transport import Transport, transport_of
@@ -45,7 +45,7 @@ MAX_CONTEXT = 4096
 def small_decoder(architecture: str, seed: int = 0, **extra: Any) -> Any:
     """A random decoder in fp32."""
     model = ModelConfig(config={"model_type": architecture, **SIZES, **ARCHITECTURES[architecture], **extra})
-    return build_decoder(model, load_config(model, MAX_CONTEXT), seed)
+    return build_decoder(model, load_model_config(model, MAX_CONTEXT), seed)
 
 
 def in_type(decoder: Any, dtype: torch.dtype) -> Any:

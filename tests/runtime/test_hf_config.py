@@ -11,7 +11,7 @@ import torch
 from bytescale.config.schema import ModelConfig
 from bytescale.errors import UserError
 from bytescale.runtime.model.decoder import build_decoder
-from bytescale.runtime.model.hf_config import load_config
+from bytescale.runtime.model.hf_config import load_model_config
 from tests.runtime.models import SIZES
 
 
@@ -21,7 +21,7 @@ def table(model_type: str, **extra: Any) -> ModelConfig:
 
 def refusal(model: ModelConfig, max_context: int = 512) -> str:
     with pytest.raises(UserError) as caught:
-        load_config(model, max_context)
+        load_model_config(model, max_context)
     return str(caught.value)
 
 
@@ -31,14 +31,14 @@ PADDED = {"olmo2": {}, "phi3": {}, "smollm3": {}, "glm": {"head_dim": 8}, "glm4"
 @pytest.mark.parametrize("model_type", [*PADDED, "llama"])
 def test_special_tokens_are_the_data_s_and_every_row_learns(model_type: str) -> None:
     model = table(model_type, **PADDED.get(model_type, {}))
-    config = load_config(model, 512, end_id=7)
+    config = load_model_config(model, 512, end_id=7)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 7, None)
     assert build_decoder(model, config, 0).get_input_embeddings().padding_idx is None
 
 
 def test_special_tokens_that_a_table_states_stay() -> None:
     model = table("olmo2", pad_token_id=3, eos_token_id=[4, 5])
-    config = load_config(model, 512, end_id=7)
+    config = load_model_config(model, 512, end_id=7)
     assert (config.pad_token_id, config.eos_token_id) == (3, [4, 5])
     assert build_decoder(model, config, 0).get_input_embeddings().padding_idx == 3
     assert "pad_token_id = 97, which is no token of its vocabulary of 97" in refusal(table("llama", pad_token_id=97))
@@ -65,7 +65,7 @@ def test_the_length_of_the_data_is_never_the_original_context(kind: str, key: st
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 def test_the_original_context_that_is_stated_is_the_one_that_counts(kind: str) -> None:
     model = table("qwen2", rope_parameters=rope(kind, original_max_position_embeddings=512))
-    configs = [load_config(model, max_context) for max_context in (512, 2048)]
+    configs = [load_model_config(model, max_context) for max_context in (512, 2048)]
     first, second = (build_decoder(model, config, 0).base_model.rotary_emb.inv_freq for config in configs)
     assert torch.equal(first, second)
     assert configs[1].rope_parameters["original_max_position_embeddings"] == 512
@@ -84,14 +84,14 @@ def test_the_original_context_that_is_stated_is_the_one_that_counts(kind: str) -
 )
 def test_how_far_a_configuration_reaches(parameters: dict[str, Any], limit: int, reach: int) -> None:
     model = table("qwen2", rope_parameters=parameters, max_position_embeddings=limit)
-    assert load_config(model, reach).max_position_embeddings == limit
+    assert load_model_config(model, reach).max_position_embeddings == limit
     assert f"below data.max_context = {reach + 1}" in refusal(model, reach + 1)
 
 
 def test_learned_positions_are_no_matter_of_the_data() -> None:
     sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     model = ModelConfig(config={"model_type": "biogpt", **sizes, "intermediate_size": 64} | NO_DROPOUT)
-    assert load_config(model, 100).max_position_embeddings == 1024
+    assert load_model_config(model, 100).max_position_embeddings == 1024
     assert "max_position_embeddings = 1024, below data.max_context = 2000" in refusal(model, 2000)
 
 

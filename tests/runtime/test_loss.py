@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bytescale.runtime.model.loss import IGNORED, token_loss_sum
+from bytescale.data.micro_batch import IGNORED_LABEL
+from bytescale.runtime.model.loss import token_loss_sum
 
 T, E, V = 1024, 64, 512
 
@@ -16,7 +17,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     head = (torch.randn(V, E, generator=generator) * 0.1).bfloat16()
     labels = torch.randint(0, V, (T,), generator=generator)
     labels[: T // 2] = 3
-    labels[::7] = IGNORED
+    labels[::7] = IGNORED_LABEL
     return hidden, head, labels
 
 
@@ -27,7 +28,7 @@ def with_gradients(
     hidden, head, labels = inputs()
     h, w = hidden.to(dtype).requires_grad_(), head.to(dtype).requires_grad_()
     if chunk_rows is None:
-        loss = F.cross_entropy(h @ w.T, labels, ignore_index=IGNORED, reduction="sum")
+        loss = F.cross_entropy(h @ w.T, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     else:
         loss = token_loss_sum(h, w, labels, chunk_rows)
     (loss * scale).backward()
@@ -57,7 +58,7 @@ def test_the_error_of_the_head_does_not_grow_with_chunks() -> None:
 def test_no_targets_and_no_rows() -> None:
     hidden, head, _ = inputs()
     h, w = hidden.requires_grad_(), head.requires_grad_()
-    loss = token_loss_sum(h, w, torch.full((T,), IGNORED))
+    loss = token_loss_sum(h, w, torch.full((T,), IGNORED_LABEL))
     (loss * 0).backward()
     assert loss == 0 and h.grad is not None and not h.grad.any() and w.grad is not None and not w.grad.any()
     assert token_loss_sum(h[:0], w, torch.empty(0, dtype=torch.long)) == 0

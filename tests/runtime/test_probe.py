@@ -9,7 +9,7 @@ from torch import nn
 from bytescale.config.schema import ModelConfig
 from bytescale.errors import UserError
 from bytescale.runtime.model.decoder import LossModel, build_decoder
-from bytescale.runtime.model.hf_config import load_config
+from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.model.probe import probe
 from bytescale.runtime.model.stages import stage_model
 from tests.plans import in_chunks, placed
@@ -34,7 +34,7 @@ ENTRY: dict[str, dict[str, Any]] = {
 def decoder_of(model_type: str, **extra: Any) -> Any:
     sizes = {**SIZES, "num_hidden_layers": 4, "tie_word_embeddings": False}
     model = ModelConfig(config={"model_type": model_type, **sizes, **extra})
-    return build_decoder(model, load_config(model, 512), 0)
+    return build_decoder(model, load_model_config(model, 512), 0)
 
 
 @pytest.mark.parametrize("model_type", ENTRY)

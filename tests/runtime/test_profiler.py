@@ -23,7 +23,7 @@ from bytescale.profiler.measure import (
     two_layers,
 )
 from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.model.hf_config import load_config, model_shape
+from bytescale.runtime.model.hf_config import load_model_config, shape_of_config
 from bytescale.runtime.offload.disk import DiskTier
 from bytescale.runtime.p2p import PeerToPeer
 from tests.processes import run_command
@@ -35,7 +35,9 @@ CPU = torch.device("cpu")
 
 
 def config_of(architecture: str) -> Any:
-    return load_config(ModelConfig(config={"model_type": architecture, **SIZES, **ARCHITECTURES[architecture]}), 4096)
+    return load_model_config(
+        ModelConfig(config={"model_type": architecture, **SIZES, **ARCHITECTURES[architecture]}), 4096
+    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "mistral"])
@@ -49,7 +51,7 @@ def test_a_layer_of_every_architecture(architecture: str) -> None:
 
 def test_activations_count_each_storage_once() -> None:
     config = config_of("llama")
-    shape = model_shape(config, 4)
+    shape = shape_of_config(config, 4)
     found = measure_activations(two_layers(config, CPU, torch.float32), CpuKernel(), [64, 128], Clock(CPU))
     per_token = (found["num_bytes"][1] - found["num_bytes"][0]) / 64
     statistics = 4 * (2 + shape.num_heads) + 2 * 4 * shape.head_dim  # both norms, log-sum-exp, rotary tables
@@ -57,7 +59,7 @@ def test_activations_count_each_storage_once() -> None:
 
 
 def test_blocks_and_head_fill_their_tables() -> None:
-    shape, like = model_shape(config_of("llama"), 4), torch.empty(0)
+    shape, like = shape_of_config(config_of("llama"), 4), torch.empty(0)
     blocks = measure_blocks(shape, CpuKernel(), [16, 64], Clock(CPU), 1, like)
     assert list(zip(blocks["q_len"], blocks["kv_len"], strict=True)) == [(16, 16), (16, 64), (64, 16), (64, 64)]
     head = measure_head(shape, [32, 64], Clock(CPU), 1, like)

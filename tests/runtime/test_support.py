@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from bytescale.config.schema import ModelConfig
 from bytescale.errors import UserError
 from bytescale.runtime.model.decoder import build_decoder
-from bytescale.runtime.model.hf_config import load_config, model_shape
+from bytescale.runtime.model.hf_config import load_model_config, shape_of_config
 from bytescale.runtime.model.probe import probe
 from tests.runtime.models import ARCHITECTURES, SIZES
 
@@ -20,8 +20,8 @@ MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def start(model: ModelConfig) -> None:
-    config = load_config(model, CONTEXT)
-    model_shape(config, 4)
+    config = load_model_config(model, CONTEXT)
+    shape_of_config(config, 4)
     probe(build_decoder(model, config, 0), CONTEXT)
 
 
@@ -102,14 +102,14 @@ def test_what_is_refused(model: ModelConfig, words: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_is_trained_passes(architecture: str) -> None:
     model = table(architecture, **ARCHITECTURES[architecture])
-    config = load_config(model, CONTEXT)
-    assert model_shape(config, 4).num_layers == 2
+    config = load_model_config(model, CONTEXT)
+    assert shape_of_config(config, 4).num_layers == 2
     probe(build_decoder(model, config, 0), CONTEXT)
 
 
 def test_a_window_that_only_the_attention_call_shows_is_refused() -> None:
     model = table("mistral", sliding_window=None)
-    decoder = build_decoder(model, load_config(model, CONTEXT), 0)
+    decoder = build_decoder(model, load_model_config(model, CONTEXT), 0)
     decoder.config.sliding_window = 100
     with pytest.raises(UserError, match=r"a window of 100 tokens, below data\.max_context = 600"):
         probe(decoder, CONTEXT)
@@ -118,13 +118,13 @@ def test_a_window_that_only_the_attention_call_shows_is_refused() -> None:
 
 def test_null_is_a_word_in_a_table() -> None:
     model = table("llama", bos_token_id="null", rope_scaling="null")
-    assert load_config(model, CONTEXT).bos_token_id is None
+    assert load_model_config(model, CONTEXT).bos_token_id is None
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     model = table("llama", max_position_embeddings=CONTEXT)
-    build_decoder(model, load_config(model, CONTEXT), 0).save_pretrained(tmp_path)
+    build_decoder(model, load_model_config(model, CONTEXT), 0).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -145,7 +145,7 @@ def edit_weights(checkpoint: Path, rename: dict[str, str | None], scale: float =
 
 def test_a_sound_checkpoint_keeps_its_weights(checkpoint: Path) -> None:
     model = ModelConfig(path=str(checkpoint))
-    decoder = build_decoder(model, load_config(model, CONTEXT), 1)
+    decoder = build_decoder(model, load_model_config(model, CONTEXT), 1)
     stored = load_file(checkpoint / "model.safetensors")
     assert all(torch.equal(value, decoder.state_dict()[name]) for name, value in stored.items())
 

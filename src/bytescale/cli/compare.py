@@ -84,14 +84,14 @@ def _row(name: str, asked: Request, machine: Machine, drawn: list[Any]) -> dict[
     origins: dict[str, int] = {}
     for lengths in drawn:
         try:
-            made = make_plan(asked.problem(lengths, allow_blocks=True), name)
+            plan = make_plan(asked.problem(lengths, allow_blocks=True), name)
         except UserError as error:
             return {"strategy": name, "error": str(error), "note": ""}
-        memory = memory_figures(machine, peak_memory(made, machine.model, machine.cost, tp_size=asked.tp_size))
-        figures.append(plan_figures(made, validate(made), asked.cost, tp_size=asked.tp_size) | memory)
-        steps.append(simulate(made, asked.cost, rank_speed=asked.relative_speed))
-        if made.origin != name:
-            origins[made.origin] = origins.get(made.origin, 0) + 1
+        memory = memory_figures(machine, peak_memory(plan, machine.model, machine.cost, tp_size=asked.tp_size))
+        figures.append(plan_figures(plan, validate(plan), asked.cost, tp_size=asked.tp_size) | memory)
+        steps.append(simulate(plan, asked.cost, rank_speed=asked.relative_speed))
+        if plan.origin != name:
+            origins[plan.origin] = origins.get(plan.origin, 0) + 1
     row: dict[str, Any] = {key: float(np.mean([f[key] for f in figures])) for key in _MEANS}
     tokens = sum(f["tokens"] for f in figures)
     parts = mean_shares([shares(step) for step in steps])

@@ -57,17 +57,17 @@ def plan(
         return
     asked = request(**options)
     lengths = asked.batches(1)[0]
-    made = make_plan(asked.problem(lengths, allow_blocks=allow_blocks), strategy)
-    report = validate(made)
+    step_plan = make_plan(asked.problem(lengths, allow_blocks=allow_blocks), strategy)
+    report = validate(step_plan)
     machine = described_machine(options)
-    figures = plan_figures(made, report, asked.cost, tp_size=asked.tp_size)
-    figures |= memory_figures(machine, peak_memory(made, machine.model, machine.cost, tp_size=asked.tp_size))
-    step = explain_step(made, asked.cost)
-    reasons = explain_sequences(made, asked.cost) if explain else []
+    figures = plan_figures(step_plan, report, asked.cost, tp_size=asked.tp_size)
+    figures |= memory_figures(machine, peak_memory(step_plan, machine.model, machine.cost, tp_size=asked.tp_size))
+    step = explain_step(step_plan, asked.cost)
+    reasons = explain_sequences(step_plan, asked.cost) if explain else []
     if out is not None:
-        _written(out, made)
+        _written(out, step_plan)
     if plot is not None:
-        draw_plan(made, asked.cost, plot)
+        draw_plan(step_plan, asked.cost, plot)
     if as_json:
         if explain:
             figures["explain"] = [vars(reason) for reason in reasons]
@@ -88,9 +88,9 @@ def plan(
             console.print(f"{what} written to {path}", highlight=False, soft_wrap=True)
 
 
-def _written(path: Path, made: Any) -> None:
+def _written(path: Path, step_plan: Any) -> None:
     try:
-        write_plan(made, path)
+        write_plan(step_plan, path)
     except OSError as error:
         raise UserError(f"cannot write plan {path}: {error.strerror}") from None
 

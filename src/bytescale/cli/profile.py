@@ -74,9 +74,9 @@ def profile(
 
 def _profile(session: Any, config: Config, longest: int, rounds: int, out: Path, as_json: bool) -> None:
     """Measure as one rank; rank 0 writes and prints."""
-    made = _measure(session, config, longest, rounds)
-    if made is not None:
-        _show(made, out, as_json)
+    measured = _measure(session, config, longest, rounds)
+    if measured is not None:
+        _show(measured, out, as_json)
 
 
 def _session() -> Any:
@@ -124,11 +124,11 @@ def _hardware() -> str:
     return platform.processor() or platform.machine()
 
 
-def _show(made: Profile, out: Path, as_json: bool) -> None:
-    write_profile(made, out)
+def _show(measured: Profile, out: Path, as_json: bool) -> None:
+    write_profile(measured, out)
     picture = out.with_suffix(".html")
-    write_text_atomically(picture, _page(made))
-    facts = profile_figures(made)
+    write_text_atomically(picture, _page(measured))
+    facts = profile_figures(measured)
     if as_json:
         click.echo(json.dumps({"profile": str(out), "page": str(picture), **facts}))
         return
@@ -137,13 +137,13 @@ def _show(made: Profile, out: Path, as_json: bool) -> None:
     click.echo(f"profile: {out}\npage: {picture}")
 
 
-def profile_figures(made: Profile) -> dict[str, Any]:
+def profile_figures(measured: Profile) -> dict[str, Any]:
     """What a profile says, as flat values; names carry units."""
-    fit = made.fit
+    fit = measured.fit
     figures: dict[str, Any] = {
-        "hardware": made.hardware,
-        "shortest_tokens": made.shortest,
-        "longest_tokens": made.longest,
+        "hardware": measured.hardware,
+        "shortest_tokens": measured.shortest,
+        "longest_tokens": measured.longest,
     }
     for name, direction in (("forward", fit.forward), ("backward", fit.backward)):
         figures |= {f"{name}_{key}": value for key, value in vars(direction).items() if key != "transfer"}
@@ -154,36 +154,36 @@ def profile_figures(made: Profile) -> dict[str, Any]:
         "intra_node_bytes_per_s": fit.intra_node.bytes_per_s,
         "copy_bytes_per_s": fit.copy_bytes_per_s,
     }
-    return figures | {f"worst_residual_{table}": made.worst_residual(table) for table in made.residuals}
+    return figures | {f"worst_residual_{table}": measured.worst_residual(table) for table in measured.residuals}
 
 
-def _page(made: Profile) -> str:
-    charts = [_layer_chart(made, made.fit, column) for column in ("forward_s", "backward_s")]
-    activation = made.points["activation"]
+def _page(measured: Profile) -> str:
+    charts = [_layer_chart(measured, measured.fit, column) for column in ("forward_s", "backward_s")]
+    activation = measured.points["activation"]
     charts.append(
         Chart("Activations of one layer", line_chart([_series("measured", activation, "num_bytes")], units.size))
     )
     residuals = [
-        Series(column[:-2], list(zip(made.points["layer"]["length"], values, strict=True)))
-        for column, values in made.residuals["layer"].items()
+        Series(column[:-2], list(zip(measured.points["layer"]["length"], values, strict=True)))
+        for column, values in measured.residuals["layer"].items()
     ]
     charts.append(Chart("Residual of the layer fit", line_chart(residuals), "Prediction over measurement, minus 1."))
     facts = [
-        (name, str(v) if isinstance(v, str) else units.significant(v)) for name, v in profile_figures(made).items()
+        (name, str(v) if isinstance(v, str) else units.significant(v)) for name, v in profile_figures(measured).items()
     ]
-    return page("ByteScale profile", made.model.name, facts, charts)
+    return page("ByteScale profile", measured.model.name, facts, charts)
 
 
 def _series(name: str, columns: Any, column: str) -> Series:
     return Series(name, list(zip(map(float, columns["length"]), map(float, columns[column]), strict=True)))
 
 
-def _layer_chart(made: Profile, fit: Fit, column: str) -> Chart:
-    lengths = list(made.points["layer"]["length"])
+def _layer_chart(measured: Profile, fit: Fit, column: str) -> Chart:
+    lengths = list(measured.points["layer"]["length"])
     direction = fit.forward if column == "forward_s" else fit.backward
     predicted = predicted_layer_s(fit, direction, lengths)
-    series = [_series("measured", made.points["layer"], column)]
+    series = [_series("measured", measured.points["layer"], column)]
     series.append(Series("fit", list(zip(lengths, predicted.tolist(), strict=True))))
-    if made.points["held_out"]["length"]:
-        series.append(_series("held out", made.points["held_out"], column))
+    if measured.points["held_out"]["length"]:
+        series.append(_series("held out", measured.points["held_out"], column))
     return Chart(f"One layer, {column[:-2]}", line_chart(series, units.duration, zero=True), "By sequence length.")

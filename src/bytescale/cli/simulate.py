@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from bytescale.arrays import ceil_div
 from bytescale.cli.machine import Machine, described_machine, memory_figures, misfit
 from bytescale.cli.planning import Request, is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
@@ -151,7 +152,7 @@ def _planned(asked: Request, strategy: str, num_batches: int) -> list[StepPlan]:
 def _plan_that_fits(plan: StepPlan, num_layers: int) -> StepPlan:
     """A stored plan, proven, and of the model's size."""
     validate(plan)
-    needed = -(-num_layers // plan.pp_size)
+    needed = ceil_div(num_layers, plan.pp_size)
     if plan.num_layers != needed:
         raise UserError(
             f"the plan has {counted(plan.num_layers, 'layer')} a rank; this model has {num_layers} on "

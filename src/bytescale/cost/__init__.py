@@ -1,6 +1,6 @@
 """Estimates: what a piece, a micro-batch and a step cost. numpy only; imports nothing above the values."""
 
-from bytescale.cost.makespan import Timeline, makespan
+from bytescale.cost.makespan import Makespan, makespan
 from bytescale.cost.model import ClusterSpec, CostModel, DirectionCost, Link, ModelShape, cost_model, rank_time_s
 from bytescale.cost.predict import Durations, durations, lower_bound_s, predict
 from bytescale.cost.presets import CLUSTERS, MODELS, cluster_spec, dense_flops, model_shape, preset_cost
@@ -14,8 +14,8 @@ __all__ = [
     "DirectionCost",
     "Durations",
     "Link",
+    "Makespan",
     "ModelShape",
-    "Timeline",
     "attention_bytes",
     "attention_traffic_tokens",
     "cluster_spec",

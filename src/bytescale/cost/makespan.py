@@ -19,8 +19,8 @@ from bytescale.plan.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """When each operation runs. Nodes are numbered as in `schedule.operation_edges`.
+class Makespan:
+    """When each operation runs. Nodes are numbered as in `plan.order.operation_edges`.
 
     Attributes:
         gangs: the gangs of the plan.
@@ -35,7 +35,7 @@ class Timeline:
     step_time_s: float
 
 
-def makespan(plan: StepPlan, forward_s: FloatArray, backward_s: FloatArray) -> Timeline:
+def makespan(plan: StepPlan, forward_s: FloatArray, backward_s: FloatArray) -> Makespan:
     """Run the recurrence.
 
     Args:
@@ -53,7 +53,7 @@ def makespan(plan: StepPlan, forward_s: FloatArray, backward_s: FloatArray) -> T
     num_nodes, source, target = operation_edges(plan, gangs)
     start = earliest_starts(num_nodes, source, target, duration)
     end = start + duration
-    return Timeline(gangs=gangs, start_s=start, end_s=end, step_time_s=float(end.max(initial=0.0)))
+    return Makespan(gangs=gangs, start_s=start, end_s=end, step_time_s=float(end.max(initial=0.0)))
 
 
 def _slowest_member(gangs: Gangs, times_s: FloatArray) -> FloatArray:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, ceil_div
 from bytescale.cost.blocks import block_times_s
 from bytescale.cost.makespan import makespan
 from bytescale.cost.micro_batch import ring_times
@@ -118,7 +118,7 @@ def lower_bound_s(
     total_speed, top_speed = float(hdp_size), 1.0
     if rank_speed is not None:
         total_speed, top_speed = float(rank_speed.sum()), float(rank_speed.max())
-    work = degree_one_work_s(cost, lengths, None if pp_size == 1 else -(-cost.num_layers // pp_size))
+    work = degree_one_work_s(cost, lengths, None if pp_size == 1 else ceil_div(cost.num_layers, pp_size))
     longest, _ = least_time_s(cost, int(lengths.max()), hdp_size)
     return max(float(work.sum()) / total_speed, longest / top_speed)
 
@@ -139,11 +139,11 @@ def predict(
     With a pipeline a rank's time is that of its busiest stage.
     """
     times = durations(plan, cost, rank_speed)
-    timeline = makespan(plan, times.forward_s, times.backward_s)
+    schedule = makespan(plan, times.forward_s, times.backward_s)
     rank_time = rank_times_s(plan, times)
     mean = float(rank_time.mean())
     return Prediction(
-        step_time_s=timeline.step_time_s,
+        step_time_s=schedule.step_time_s,
         lower_bound_s=lower_bound_s(cost, plan.lengths, plan.hdp_size, plan.pp_size, rank_speed),
         rank_time_s=rank_time,
         imbalance=float(rank_time.max()) / mean if mean > 0 else 1.0,

@@ -14,7 +14,7 @@ forward. Cost: O(pieces), closed sums.
 import numpy as np
 import numpy.typing as npt
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import IntArray, exclusive_sum
 from bytescale.plan.step_plan import StepPlan
 
 
@@ -65,7 +65,7 @@ def _zigzag_tokens(plan: StepPlan) -> IntArray:
 def _kept_tokens(sequence: IntArray, index: IntArray, tokens: IntArray) -> IntArray:
     """Tokens that each rank of a sequence keeps from its earlier chunks; rows in the order of the chunks."""
     order = np.lexsort((index, sequence))
-    running = np.cumsum(tokens[order]) - tokens[order]
+    running = exclusive_sum(tokens[order])
     new = np.concatenate([[True], (np.diff(sequence[order]) != 0) | (np.diff(index[order]) != 0)])
     first = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
     kept = np.zeros_like(tokens)

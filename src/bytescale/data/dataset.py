@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import IntArray, ceil_div, exclusive_sum
 from bytescale.config.schema import DataConfig, Overlong
 from bytescale.data.cache import TokenCorpus, open_corpus
 from bytescale.data.sources import document_name, open_source
@@ -161,8 +161,8 @@ def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None) -> Sequ
 
 def _cut(starts: IntArray, lengths: IntArray, max_context: int) -> tuple[IntArray, IntArray]:
     """Cut every range (start, length) after each `max_context` tokens; returns the new starts and lengths."""
-    num_parts = -(-lengths // max_context)
-    first = np.cumsum(num_parts) - num_parts
+    num_parts = ceil_div(lengths, max_context)
+    first = exclusive_sum(num_parts)
     offset = (np.arange(num_parts.sum(), dtype=np.int64) - np.repeat(first, num_parts)) * max_context
     remaining = np.repeat(lengths, num_parts) - offset
     return np.repeat(starts, num_parts) + offset, np.minimum(remaining, max_context)

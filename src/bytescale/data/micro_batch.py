@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import IntArray, exclusive_sum
 from bytescale.data.batches import GlobalBatch
 from bytescale.data.dataset import SequenceDataset
 from bytescale.errors import UserError
@@ -74,6 +74,6 @@ def read_micro_batch(dataset: SequenceDataset, batch: GlobalBatch, plan: StepPla
 
 def _ranges(begins: IntArray, sizes: IntArray) -> IntArray:
     """begins[0], begins[0]+1, ... (sizes[0] of them), then those of begins[1], and so on."""
-    shift = begins - (np.cumsum(sizes) - sizes)
+    shift = begins - exclusive_sum(sizes)
     values: IntArray = np.arange(sizes.sum(), dtype=np.int64) + np.repeat(shift, sizes)
     return values

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, exclusive_sum
 from bytescale.plan.step_plan import StepPlan
 
 FORWARD, BACKWARD = 0, 1
@@ -149,7 +149,7 @@ def stage_orders(plan: StepPlan) -> Iterator[tuple[IntArray, int, IntArray]]:
 def most_in_flight(plan: StepPlan, values: FloatArray) -> FloatArray:
     """Largest sum of `values`, one a micro-batch, between forward and backward. Shape [hdp_size, pp_size]."""
     counts = plan.num_micro_batches()
-    first = np.cumsum(counts) - counts
+    first = exclusive_sum(counts)
     most = np.zeros((plan.hdp_size, plan.pp_size))
     for ranks, stage, order in stage_orders(plan):
         change = values[first[ranks][:, None] + order[:, 0]] * np.where(order[:, 1] == FORWARD, 1.0, -1.0)

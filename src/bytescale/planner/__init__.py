@@ -101,10 +101,10 @@ def make_plan(problem: Problem, strategy: str = "best") -> StepPlan:
     begin_s = time.perf_counter()
     if strategy not in STRATEGIES:
         raise UserError(f"unknown strategy {strategy!r}; {nearest(strategy, STRATEGIES)}")
-    made = STRATEGIES[strategy].plan(problem)
-    predicted = made.predicted or predict(made, problem.cost, rank_speed=problem.rank_speed)
+    step_plan = STRATEGIES[strategy].plan(problem)
+    predicted = step_plan.predicted or predict(step_plan, problem.cost, rank_speed=problem.rank_speed)
     timed = replace(predicted, planning_time_s=time.perf_counter() - begin_s)
-    return replace(made, strategy=strategy, origin=made.strategy, predicted=timed)
+    return replace(step_plan, strategy=strategy, origin=step_plan.strategy, predicted=timed)
 
 
 def plan(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bytescale.arrays import FloatArray
+from bytescale.arrays import FloatArray, ceil_div
 from bytescale.cost.model import CostModel, piece_times_s, rank_time_s
 from bytescale.cost.predict import degree_one_work_s, durations, least_time_s
 from bytescale.errors import counted
@@ -83,7 +83,7 @@ def explain_sequences(plan: StepPlan, cost: CostModel, num: int = 8) -> list[Seq
 
 def _reason(plan: StepPlan, cost: CostModel, sequence: int, degree: int, ratio: float) -> SequenceReason:
     length, capacity = int(plan.lengths[sequence]), plan.tokens_per_rank
-    memory_degree = -(-length // capacity)
+    memory_degree = ceil_div(length, capacity)
     layers = plan.num_layers
     time_s = float(rank_time_s(cost, length, degree, ratio, layers))
     hidden_s = float(rank_time_s(cost, length, degree, 0.0, layers))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from bytescale.arrays import FloatArray, IntArray, first_not_whole
+from bytescale.arrays import FloatArray, IntArray, ceil_div, first_not_whole
 from bytescale.cost.model import CostModel
 from bytescale.errors import UserError, counted
 from bytescale.plan.memory import capacity_tokens
@@ -161,7 +161,7 @@ def make_problem(
         lengths=values,
         hdp_size=int(hdp_size),
         tokens_per_rank=int(tokens_per_rank),
-        num_layers=-(-cost.num_layers // int(pp_size)),
+        num_layers=ceil_div(cost.num_layers, int(pp_size)),
         cost=cost,
         context=int(values.max()) if context is None else int(context),
         pp_size=int(pp_size),
@@ -206,7 +206,7 @@ def _check_fits(problem: Problem) -> None:
 def too_long(problem: Problem, sequence: int, capacity: int, num_ranks: int) -> UserError:
     """The refusal of a sequence that `num_ranks` ranks of `capacity` tokens cannot hold."""
     length = int(problem.lengths[sequence])
-    needed = -(-length // capacity)
+    needed = ceil_div(length, capacity)
     more = problem.offload != "auto" and capacity_tokens(problem.tokens_per_rank, 1.0, problem.num_layers) > capacity
     way_out = "use more ranks or allow offload" if more else "use more ranks"
     exist = "1 exists and holds" if num_ranks == 1 else f"{num_ranks} exist and hold"

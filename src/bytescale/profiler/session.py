@@ -31,7 +31,7 @@ from bytescale.profiler.measure import (
 )
 from bytescale.runtime.attention.kernels import check_kernel, select_kernel
 from bytescale.runtime.device import TORCH_DTYPES, Machine, resolve
-from bytescale.runtime.model.hf_config import model_shape
+from bytescale.runtime.model.hf_config import shape_of_config
 from bytescale.runtime.offload.disk import check_directory
 from bytescale.runtime.p2p import collective
 from bytescale.runtime.presence import presence
@@ -74,7 +74,7 @@ def measure(config: Config, longest: int, rounds: int) -> tuple[ModelShape, str,
     timeout_s, device = config.run.comm_timeout_s, config.train.device
     with presence(timeout_s, None) as here, open_world(here, timeout_s, device_type=device) as world:
         model_config, _ = model_and_tokenizer(config, longest)
-        shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
+        shape = shape_of_config(model_config, 4 if config.train.dtype == "float32" else 2)
         check_kernel(config.train.device, TORCH_DTYPES[config.train.dtype], shape.head_dim)
         hosts: list[Any] = [None] * world.size
         with collective(world.rank, "starting the profile"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import IntArray, ceil_div
 from bytescale.cost.makespan import makespan
 from bytescale.cost.model import CostModel
 from bytescale.cost.predict import durations
@@ -74,8 +74,8 @@ def _micro_batch_classes(plan: StepPlan) -> IntArray:
 
 def _draw_ranks(axes: Any, plan: StepPlan, cost: CostModel) -> None:
     times = durations(plan, cost)
-    timeline = makespan(plan, times.forward_s, times.backward_s)
-    gang, rank, classes = timeline.gangs.gang, timeline.gangs.rank, _micro_batch_classes(plan)
+    schedule = makespan(plan, times.forward_s, times.backward_s)
+    gang, rank, classes = schedule.gangs.gang, schedule.gangs.rank, _micro_batch_classes(plan)
     if plan.pp_size == 1:
         spans = [(gang, (times.forward_s + times.backward_s)[:, 0])]
     else:
@@ -85,7 +85,7 @@ def _draw_ranks(axes: Any, plan: StepPlan, cost: CostModel) -> None:
         axes.barh(
             rank,
             width,
-            left=timeline.start_s[node],
+            left=schedule.start_s[node],
             height=0.86,
             color=[_COLOURS[c] for c in classes],
             edgecolor="white",
@@ -109,7 +109,7 @@ def _draw_summary(axes: Any, plan: StepPlan, cost: CostModel) -> None:
         left += rows[:, c]
     axes.set_ylim(-0.6, MAX_ROWS - 0.4)
     axes.set_yticks([])
-    axes.set_ylabel(f"{plan.hdp_size} ranks, busiest first, {-(-plan.hdp_size // MAX_ROWS)} a row")
+    axes.set_ylabel(f"{plan.hdp_size} ranks, busiest first, {ceil_div(plan.hdp_size, MAX_ROWS)} a row")
 
 
 def _legend(axes: Any, plan: StepPlan) -> None:

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from bytescale.data.micro_batch import IGNORED_LABEL
 from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.model.decoder import LossModel
-from bytescale.runtime.model.loss import IGNORED
 from bytescale.runtime.p2p import PeerToPeer
 from bytescale.runtime.world import ShardGroups
 
@@ -116,7 +116,7 @@ def reduce(model: LossModel, kernel: AttentionKernel, comm: PeerToPeer, num_targ
     device = next(model.parameters()).device
     zero_T = torch.zeros(1, dtype=torch.long, device=device)
     one_token = AttentionContext(local_work([1]), kernel, comm)
-    output = model(model.one_token(device), torch.full_like(zero_T, IGNORED), zero_T, one_token)
+    output = model(model.one_token(device), torch.full_like(zero_T, IGNORED_LABEL), zero_T, one_token)
     (output.sum() * 0).backward()
     # A parameter that takes no part in the model's forward has no gradient, on any rank.
     torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], float(num_targets))

@@ -5,8 +5,8 @@
     from bytescale.simulator import shares, simulate, step_overheads
 
     cost = preset_cost("llama-7b", "h100")
-    made = plan([65536, 900, 120], "hdp-balance", hdp_size=16, tokens_per_rank=8192, cost=cost)
-    step = simulate(made, cost, step_overheads(model_shape("llama-7b"), cluster_spec("h100"), hdp_size=16))
+    step_plan = plan([65536, 900, 120], "hdp-balance", hdp_size=16, tokens_per_rank=8192, cost=cost)
+    step = simulate(step_plan, cost, step_overheads(model_shape("llama-7b"), cluster_spec("h100"), hdp_size=16))
     print(step.step_time_s, shares(step).communication)
 
 Without overheads the step time is the plan's predicted one. Nothing here imports the planner.

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from bytescale.arrays import FloatArray
+from bytescale.arrays import FloatArray, ceil_div
 from bytescale.cost.micro_batch import LayerTimes, ring_times
 from bytescale.cost.model import CostModel, Link
 from bytescale.cost.predict import durations, stage_durations, stage_layers
@@ -114,7 +114,7 @@ def ulysses_times(plan: StepPlan, cost: CostModel, ulysses: Ulysses) -> tuple[La
     num, ids = int(plan.num_micro_batches().sum()), plan.micro_batch_ids()
     degree = int(pieces.cp_degree.max(initial=1))
     num_heads = min(degree, ulysses.num_heads)
-    num_groups = -(-degree // num_heads)
+    num_groups = ceil_div(degree, num_heads)
     length = plan.lengths[pieces.sequence].astype(np.float64)
     edge = length / pieces.cp_degree
     link = cost.intra_node if degree <= cost.ranks_per_node else cost.inter_node

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytescale.arrays import FloatArray
+from bytescale.arrays import FloatArray, exclusive_sum
 from bytescale.cost.makespan import earliest_starts, makespan
 from bytescale.cost.model import CostModel
 from bytescale.plan.order import BACKWARD, FORWARD, Gangs, gangs_of, operation_edges, stage_orders
@@ -128,7 +128,7 @@ def simulate(
 
 
 def _run(plan: StepPlan, own_s: FloatArray, extra: StepOverheads) -> tuple[Operations, Gangs, FloatArray]:
-    """The timeline, the gangs and how long hidden states of each gang travel between stages."""
+    """The operations, the gangs and how long hidden states of each gang travel between stages."""
     pp = plan.pp_size
     if pp == 1 or extra.stage_link is None:
         line = makespan(plan, own_s[FORWARD], own_s[BACKWARD])
@@ -197,7 +197,7 @@ def _attribute(
     bubble_s, wait_s = np.zeros(shape), per_rank(inside_s)
     last_end_s = np.zeros(shape)
     counts = plan.num_micro_batches()
-    first = np.cumsum(counts) - counts
+    first = exclusive_sum(counts)
     for rows, stage, order in stage_orders(plan):
         micro_batch = first[rows][:, None] + order[:, 0]
         at = (order[:, 1][None, :], micro_batch, stage)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bytescale.arrays import ceil_div
 from bytescale.cost.model import ClusterSpec, CostModel, ModelShape, rank_time_s, with_recompute
 from bytescale.cost.predict import stage_layers
 from bytescale.errors import UserError
@@ -70,7 +71,7 @@ class _Fleet:
 
     @property
     def layers(self) -> int:
-        return -(-self.model.num_layers // self.pp_size)
+        return ceil_div(self.model.num_layers, self.pp_size)
 
 
 def context_limits(

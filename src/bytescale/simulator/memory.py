@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from bytescale.arrays import FloatArray
+from bytescale.arrays import FloatArray, ceil_div
 from bytescale.cost.model import CostModel, ModelShape
 from bytescale.cost.predict import stage_layers
 from bytescale.plan.memory import in_flight_tokens, offloaded_in_flight_tokens, resident_tokens
@@ -81,7 +81,7 @@ def peak_memory(plan: StepPlan, model: ModelShape, cost: CostModel, *, tp_size: 
     travelling = pieces.tokens
     if plan.layout == "chunks":
         assert pieces.token_end is not None and pieces.cp_degree is not None
-        travelling = np.maximum(travelling, -(-pieces.token_end // pieces.cp_degree))
+        travelling = np.maximum(travelling, ceil_div(pieces.token_end, pieces.cp_degree))
     largest = int(travelling.max(initial=0))
     return PeakMemory(
         state_bytes(model, tp_size=tp_size, pp_size=plan.pp_size, hdp_size=plan.hdp_size),

@@ -8,8 +8,7 @@ end within the step. Cost: a few small objects per micro-batch, stage and direct
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
+from bytescale.arrays import exclusive_sum
 from bytescale.errors import UserError
 from bytescale.plan.order import BACKWARD, FORWARD, rank_order
 from bytescale.simulator.engine import SimulatedStep
@@ -28,7 +27,7 @@ def step_spans(step: SimulatedStep, ranks: Sequence[int]) -> list[Span]:
     if wrong := [rank for rank in ranks if not 0 <= rank < plan.hdp_size]:
         raise UserError(f"rank {wrong[0]} is not in the plan; ranks are 0..{plan.hdp_size - 1}")
     counts = plan.num_micro_batches()
-    first = np.cumsum(counts) - counts
+    first = exclusive_sum(counts)
     spans: list[Span] = []
     for rank in ranks:
         for stage in range(plan.pp_size):

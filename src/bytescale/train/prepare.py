@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import IntArray, ceil_div
 from bytescale.config.schema import BYTE_TOKENIZER, Config
 from bytescale.config.tokenizer import check_tokenizer
 from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec, cost_model
@@ -28,7 +28,7 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.planner import make_plan, make_problem
 from bytescale.runtime.attention.kernels import check_kernel
 from bytescale.runtime.device import TORCH_DTYPES, Machine, device_note, resolve
-from bytescale.runtime.model.hf_config import load_config, model_shape
+from bytescale.runtime.model.hf_config import load_model_config, shape_of_config
 from bytescale.runtime.model.stages import layer_ranges
 from bytescale.train.checks import check_first
 from bytescale.train.offload import check_offloading
@@ -93,7 +93,7 @@ def prepare(config: Config, world_size: int, machine: Machine | None = None) -> 
     config = resolve(config, machine)
     model_config, tokenizer = model_and_tokenizer(config, config.data.max_context)
     dataset = open_dataset(config.data, tokenizer)
-    shape = model_shape(model_config, 4 if config.train.dtype == "float32" else 2)
+    shape = shape_of_config(model_config, 4 if config.train.dtype == "float32" else 2)
     check_kernel(config.train.device, TORCH_DTYPES[config.train.dtype], shape.head_dim)
     pp_size = config.parallel.pp_size
     if pp_size > shape.num_layers:
@@ -113,7 +113,7 @@ def prepare(config: Config, world_size: int, machine: Machine | None = None) -> 
         (*([note] if note else []), *_notes(config, shape, dataset)),
     )
     _check_batch(config, dataset)
-    _check_fits(config, dataset, -(-shape.num_layers // pp_size), hdp_size)
+    _check_fits(config, dataset, ceil_div(shape.num_layers, pp_size), hdp_size)
     # Finds what only the strategy knows, such as a context that no divisor of the ranks holds.
     _check_layout(prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]]))
     check_offloading(config)
@@ -130,7 +130,7 @@ def model_and_tokenizer(config: Config, max_context: int) -> tuple[Any, Tokenize
     tokenizer = load_tokenizer(config.data)
     # Any vocabulary holds the bytes; a preset takes that of a file.
     vocab_size = None if config.data.tokenizer in (None, BYTE_TOKENIZER) else tokenizer.vocab_size
-    model_config = load_config(config.model, max_context, tokenizer.end_id, vocab_size, tokenizer.begin_id)
+    model_config = load_model_config(config.model, max_context, tokenizer.end_id, vocab_size, tokenizer.begin_id)
     check_vocab(tokenizer, model_config.vocab_size)
     return model_config, tokenizer
 
@@ -228,14 +228,14 @@ def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, hdp_s
     if isinstance(ratio, str):
         ratio = 1.0 if ratio == "auto" and config.plan.strategy != "static" else 0.0
     capacity = capacity_tokens(config.plan.tokens_per_rank, ratio, num_layers)
-    needed = -(-length // capacity)
+    needed = ceil_div(length, capacity)
     if needed <= hdp_size:
         return
     pp_size = config.parallel.pp_size
     unit = "rank" if pp_size == 1 else "pipeline"
     ways = [
         f"start {counted(needed * pp_size, 'rank')}",
-        f"raise tokens_per_rank to {-(-length * config.plan.tokens_per_rank // (hdp_size * capacity))}",
+        f"raise tokens_per_rank to {ceil_div(length * config.plan.tokens_per_rank, hdp_size * capacity)}",
     ]
     if length <= hdp_size * capacity_tokens(config.plan.tokens_per_rank, 1.0, num_layers):
         ways.append("set plan.offload = 1.0")

@@ -25,7 +25,7 @@ from bytescale.runtime.attention.kernels import select_kernel
 from bytescale.runtime.device import TORCH_DTYPES, Machine, choose_device
 from bytescale.runtime.fsdp import clip_gradients, gradient_norm, shard_model
 from bytescale.runtime.model.decoder import LossModel, build_decoder, import_architecture, recompute_layers
-from bytescale.runtime.model.hf_config import load_config
+from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.model.probe import probe
 from bytescale.runtime.model.stages import stage_model
 from bytescale.runtime.offload.offloader import Offloader
@@ -76,7 +76,7 @@ def preload(config: Config) -> None:
     Raises:
         UserError: the model's configuration cannot work.
     """
-    import_architecture(load_config(config.model, config.data.max_context))
+    import_architecture(load_model_config(config.model, config.data.max_context))
 
 
 def run(config: Config, lost: Lost | None = None) -> int | None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, ceil_div
 from bytescale.cost.model import constant_s, layer_time_s, piece_times_s
 from bytescale.plan.memory import NUM_RESIDENT_LAYERS, capacity_tokens, kept_share, least_offload_ratio
 from bytescale.planner.problem import Problem, too_long
@@ -64,7 +64,7 @@ class Degrees:
 
 def least_ratio(problem: Problem, lengths: IntArray, degree: IntArray) -> FloatArray:
     """r(D): least offload ratio with which pieces of ceil(s / D) tokens fit; above 1 where none does."""
-    return least_offload_ratio(-(-lengths // degree), problem.tokens_per_rank, problem.num_layers)
+    return least_offload_ratio(ceil_div(lengths, degree), problem.tokens_per_rank, problem.num_layers)
 
 
 def hidden_ratio(problem: Problem, lengths: IntArray) -> FloatArray:
@@ -85,7 +85,7 @@ def paper_degrees(problem: Problem) -> Degrees:
     lengths, capacity = problem.lengths, problem.tokens_per_rank
     if problem.offload != "auto":
         return _fixed_degrees(problem)
-    degree = -(-lengths // capacity)
+    degree = ceil_div(lengths, capacity)
     binds = np.where(degree == 1, BINDS_SHORT, BINDS_MEMORY)
     num_layers = problem.num_layers
     resident = min(NUM_RESIDENT_LAYERS, num_layers)
@@ -109,7 +109,7 @@ def paper_degrees(problem: Problem) -> Degrees:
 
 
 def _fixed_degrees(problem: Problem) -> Degrees:
-    degree = -(-problem.lengths // problem.fixed_capacity)
+    degree = ceil_div(problem.lengths, problem.fixed_capacity)
     if int(degree.max()) > problem.hdp_size:
         raise too_long(problem, int(degree.argmax()), problem.fixed_capacity, problem.hdp_size)
     binds = np.where(degree == 1, BINDS_SHORT, BINDS_MEMORY)
@@ -188,7 +188,7 @@ def ratio_at(problem: Problem, lengths: IntArray, degree: IntArray) -> FloatArra
     """The offload ratio used at a degree: the fixed one, or the least that fits; above 1 where none does."""
     if problem.offload == "auto":
         return least_ratio(problem, lengths, degree)
-    fits = -(-lengths // degree) <= problem.fixed_capacity
+    fits = ceil_div(lengths, degree) <= problem.fixed_capacity
     return np.where(fits, problem.fixed_ratio, np.inf)
 
 
@@ -201,7 +201,7 @@ def least_work_degrees(problem: Problem) -> Degrees:
     if problem.offload != "auto":
         return _fixed_degrees(problem)
     lengths = problem.lengths
-    degree = np.minimum(-(-lengths // problem.tokens_per_rank), problem.hdp_size)
+    degree = np.minimum(ceil_div(lengths, problem.tokens_per_rank), problem.hdp_size)
     binds = np.where(degree == 1, BINDS_SHORT, BINDS_MEMORY)
     ratio = least_ratio(problem, lengths, degree)
     _refuse_infeasible(problem, ratio)

@@ -13,7 +13,7 @@ such ranks: those of the gang before. Cost: O(gangs * (R + distinct counts)), nu
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, exclusive_sum
 from bytescale.planner.parts.rows import Placed
 
 
@@ -38,7 +38,7 @@ def stack_gangs(
     """
     counts = np.zeros(hdp_size, dtype=np.int64)
     busy, waiting = np.zeros(hdp_size), np.zeros(hdp_size)
-    begin = np.cumsum(degree) - degree
+    begin = exclusive_sum(degree)
     ranks = np.zeros(int(degree.sum()), dtype=np.int64)
     micro_batches = np.zeros_like(ranks)
     times = np.ones(len(degree)) if weight is None else weight

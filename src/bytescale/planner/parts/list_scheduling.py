@@ -1,4 +1,4 @@
-"""The timeline: gangs longest first on the least loaded ranks, the rest into the room that is left.
+"""List scheduling: gangs longest first on the least loaded ranks, the rest into the room that is left.
 
 A gang of D ranks starts when the last of them is free, which leaves gaps on the others. Later, smaller gangs go into
 gaps; single sequences, longest first, go wherever most room is left, gap or tail. As long as no gap overflows, no gang
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, exclusive_sum
 
 
 @dataclass(frozen=True)
-class GangTimeline:
+class GangSchedule:
     """Where gangs sit.
 
     Attributes:
@@ -39,10 +39,10 @@ class GangTimeline:
     gap_end_s: FloatArray
 
 
-def place_gangs(degree: IntArray, time_s: FloatArray, hdp_size: int, speed: FloatArray | None = None) -> GangTimeline:
+def place_gangs(degree: IntArray, time_s: FloatArray, hdp_size: int, speed: FloatArray | None = None) -> GangSchedule:
     """Longest first on the least loaded ranks, in batches; gaps are recorded, not used."""
     order = np.argsort(-time_s, kind="stable")
-    first = np.cumsum(degree) - degree
+    first = exclusive_sum(degree)
     start_s = np.zeros(len(degree))
     ranks = np.zeros(int(degree.sum()), dtype=np.int64)
     ready = np.zeros(hdp_size)
@@ -66,21 +66,21 @@ def place_gangs(degree: IntArray, time_s: FloatArray, hdp_size: int, speed: Floa
         batch, begin, size, lasting = batch[:count], begin[:count], size[:count], lasting[:count]
         member_gang = np.repeat(np.arange(count), size)
         members = by_load[: len(member_gang)]
-        offset = np.arange(len(members)) - (np.cumsum(size) - size)[member_gang]
+        offset = np.arange(len(members)) - exclusive_sum(size)[member_gang]
         ranks[first[batch][member_gang] + offset] = members
         start_s[batch] = begin
         waits = begin[member_gang] > ready[members]
         gap_parts.append((members[waits], ready[members[waits]], begin[member_gang[waits]]))
         ready[members] = (begin + lasting)[member_gang]
         done += count
-    return GangTimeline(start_s, ranks, ready, *_joined(gap_parts))
+    return GangSchedule(start_s, ranks, ready, *_joined(gap_parts))
 
 
 def _gang_time_s(time_s: FloatArray, size: IntArray, members: IntArray, speed: FloatArray | None) -> FloatArray:
     """Times of gangs on consecutive `members`: each runs at the pace of its slowest rank."""
     if speed is None:
         return time_s
-    return np.asarray(time_s / np.minimum.reduceat(speed[members], np.cumsum(size) - size), np.float64)
+    return np.asarray(time_s / np.minimum.reduceat(speed[members], exclusive_sum(size)), np.float64)
 
 
 def _joined(parts: list[tuple[IntArray, FloatArray, FloatArray]]) -> tuple[IntArray, FloatArray, FloatArray]:
@@ -101,7 +101,7 @@ MAX_GAP_GROUPS = 128
 
 def place_gangs_in_gaps(
     degree: IntArray, time_s: FloatArray, hdp_size: int, speed: FloatArray | None = None
-) -> GangTimeline:
+) -> GangSchedule:
     """Longest first, one by one; a gang that fits into the gaps left by an earlier one goes there, at their end.
 
     The gaps before one gang end together; they are a group (end, ranks, widths ascending). The tightest group that
@@ -138,7 +138,7 @@ def place_gangs_in_gaps(
         for end, ranks, widths in [*groups, *closed]
     ]
     ranks_flat = np.array([rank for gang in chosen for rank in sorted(gang)], np.int64)
-    return GangTimeline(np.array(start_s), ranks_flat, ready, *_joined(parts))
+    return GangSchedule(np.array(start_s), ranks_flat, ready, *_joined(parts))
 
 
 def _tightest_group(groups: list[_GapGroup], degree: int, time_s: float) -> tuple[int, int] | None:
@@ -193,11 +193,11 @@ def fill_rooms(time_s: FloatArray, room_s: FloatArray, speed: FloatArray | None 
 
 @dataclass(frozen=True)
 class SinglesPlacement:
-    """Where single sequences sit: `bins` 0..R-1 are tails, then gaps in the order of the timeline.
+    """Where single sequences sit: `bins` 0..R-1 are tails, then gaps in the order of the schedule.
 
     Attributes:
         bins: bin of each single. Shape [num_singles].
-        step_s: largest tail, the makespan of the timeline.
+        step_s: largest tail, the makespan.
     """
 
     bins: IntArray
@@ -205,18 +205,18 @@ class SinglesPlacement:
 
 
 def place_singles(
-    timeline: GangTimeline, time_s: FloatArray, hdp_size: int, speed: FloatArray | None = None
+    gangs: GangSchedule, time_s: FloatArray, hdp_size: int, speed: FloatArray | None = None
 ) -> SinglesPlacement:
     """Fill gaps and tails with single sequences; gaps that overflow give back their shortest ones to the tails."""
     if not len(time_s):
-        return SinglesPlacement(np.zeros(0, np.int64), float(timeline.ready_s.max(initial=0.0)))
-    width = timeline.gap_end_s - timeline.gap_begin_s
+        return SinglesPlacement(np.zeros(0, np.int64), float(gangs.ready_s.max(initial=0.0)))
+    width = gangs.gap_end_s - gangs.gap_begin_s
     usable = np.flatnonzero(width >= float(time_s.min()))
     room_of_gaps = width[usable]
-    total = float(timeline.ready_s.sum() + time_s.sum() - room_of_gaps.sum()) / hdp_size
-    level = max(total, float(timeline.ready_s.max()))
-    bin_speed = None if speed is None else np.concatenate([speed, speed[timeline.gap_rank[usable]]])
-    room = np.concatenate([level - timeline.ready_s, room_of_gaps])
+    total = float(gangs.ready_s.sum() + time_s.sum() - room_of_gaps.sum()) / hdp_size
+    level = max(total, float(gangs.ready_s.max()))
+    bin_speed = None if speed is None else np.concatenate([speed, speed[gangs.gap_rank[usable]]])
+    room = np.concatenate([level - gangs.ready_s, room_of_gaps])
     bins, left = fill_rooms(time_s, room, bin_speed)
     over = np.flatnonzero(left[hdp_size:] < 0) + hdp_size
     if len(over):

@@ -7,7 +7,7 @@ the same on all members, so the order has no cycle. Cost: O(largest segment) num
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, exclusive_sum
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.rows import plan_of_groups, spread
 from bytescale.planner.problem import Problem
@@ -21,7 +21,7 @@ def first_fit_in_segments(segment: IntArray, sizes: IntArray, capacity: int) -> 
     order = np.lexsort((-sizes, segment))
     _, dense = np.unique(segment[order], return_inverse=True)
     counts = np.bincount(dense)
-    first = np.cumsum(counts) - counts
+    first = exclusive_sum(counts)
     # Most items first, so that the segments still active at round j are a prefix.
     by_count = np.argsort(-counts, kind="stable")
     active = np.cumsum(np.bincount(counts)[::-1])[::-1]
@@ -59,7 +59,7 @@ def plan_of_starts(
     alone = (degree > 1) | (problem.lengths > problem.fixed_capacity)
     row_alone = alone[item]
     order = np.lexsort((start_s[item], ranks))
-    gangs_before: IntArray = np.cumsum(row_alone[order]) - row_alone[order]
+    gangs_before = exclusive_sum(row_alone[order].astype(np.int64))
     segment = np.zeros(len(item), dtype=np.int64)
     segment[order] = gangs_before
     # Gangs of lower ranks are counted too; together with the rank that still tells segments apart, in order.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import IntArray, exclusive_sum
 from bytescale.plan.step_plan import StepPlan, step_plan
 from bytescale.plan.zigzag import piece_tokens
 from bytescale.planner.problem import Problem
@@ -18,7 +18,7 @@ from bytescale.planner.problem import Problem
 def spread(counts: IntArray) -> tuple[IntArray, IntArray]:
     """For items with `counts` rows each: the item of every row and the row's position inside its item."""
     item = np.repeat(np.arange(len(counts)), counts)
-    first = np.cumsum(counts) - counts
+    first = exclusive_sum(counts)
     return item, np.arange(len(item)) - first[item]
 
 
@@ -55,7 +55,7 @@ def plan_of_units(
         placed: where the units run.
         offload_ratio: per sequence or one for all.
     """
-    first = np.cumsum(degree) - degree
+    first = exclusive_sum(degree)
     item, index = spread(degree[unit])
     member = first[unit][item] + index
     return plan_of_groups(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import IntArray, exclusive_sum
 from bytescale.runtime.attention.interface import Call, QuerySide, Rows, kv_ranges, on_device, query_ranges
 from bytescale.runtime.attention.work import Block
 
@@ -81,7 +81,7 @@ class CpuKernel:
     def prepare(self, blocks: Sequence[Block], *, causal: bool) -> Call:
         edges = np.array([(b.q_begin, b.q_end, b.kv_begin, b.kv_end) for b in blocks], np.int64).reshape(-1, 4)
         num_q, num_kv = edges[:, 1] - edges[:, 0], edges[:, 3] - edges[:, 2]
-        packed_q, packed_kv = np.cumsum(num_q) - num_q, np.cumsum(num_kv) - num_kv
+        packed_q, packed_kv = exclusive_sum(num_q), exclusive_sum(num_kv)
         is_short = np.maximum(num_q, num_kv) <= MAX_PADDED_TOKENS
         is_square = np.array_equal(edges[:, :2], edges[:, 2:])
         shapes: dict[tuple[int, int, int], list[int]] = {}

@@ -30,7 +30,7 @@ _UNDECLARED = {"rope_theta", "rope_scaling", "head_dim"}
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def load_config(
+def load_model_config(
     model: ModelConfig,
     max_context: int,
     end_id: int | None = None,
@@ -154,7 +154,7 @@ def _with_null(value: Any) -> Any:
     return None if value == "null" else value
 
 
-def model_shape(config: Any, dtype_bytes: int) -> ModelShape:
+def shape_of_config(config: Any, dtype_bytes: int) -> ModelShape:
     """The sizes that the cost model needs, from a Hugging Face configuration and the bytes of an activation.
 
     Raises:

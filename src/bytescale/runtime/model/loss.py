@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from bytescale.data.micro_batch import IGNORED_LABEL
+
 """Label of a row that is not a target."""
 
 CHUNK_ROWS = 2048
@@ -31,7 +32,7 @@ def token_loss_sum(hidden_TE: Tensor, head_VE: Tensor, labels_T: Tensor, chunk_r
     Args:
         hidden_TE: final hidden states, T rows.
         head_VE: weight of the language-model head.
-        labels_T: next token of each row, already shifted inside its sequence; `IGNORED` where there is none.
+        labels_T: next token of each row, already shifted inside its sequence; `IGNORED_LABEL` where there is none.
         chunk_rows: rows of a chunk.
     """
     loss: Tensor = _HeadLoss.apply(hidden_TE, head_VE, labels_T, chunk_rows)  # type: ignore[no-untyped-call]
@@ -48,7 +49,7 @@ class _HeadLoss(torch.autograd.Function):
         dhead_VE = torch.zeros_like(head_VE, dtype=dtype) if needs_head else None
         for begin in range(0, len(hidden_TE), chunk_rows):
             rows = slice(begin, begin + chunk_rows)
-            hidden_CE, is_target_C = hidden_TE[rows], labels_T[rows] != IGNORED
+            hidden_CE, is_target_C = hidden_TE[rows], labels_T[rows] != IGNORED_LABEL
             label_C1 = labels_T[rows].clamp_min(0).unsqueeze(1)
             logits_CV = (hidden_CE @ head_VE.T).to(dtype)
             lse_C1 = logits_CV.logsumexp(1, keepdim=True)

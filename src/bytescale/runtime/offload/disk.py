@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bytescale.arrays import ceil_div
 from bytescale.errors import UserError
 from bytescale.runtime.offload.tiers import Copy, Direction, OffloadError, Partition, Range, Stash
 
@@ -133,7 +134,7 @@ class _Room:
 
 
 def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE) * _PAGE
+    return ceil_div(num_bytes, _PAGE) * _PAGE
 
 
 class DiskTier:

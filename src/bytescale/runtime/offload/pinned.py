@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bytescale.arrays import ceil_div
 from bytescale.runtime.offload.tiers import Copy, Direction, Partition, Range, Stash
 
 _ROUNDING_BYTES = 1 << 20
@@ -93,7 +94,7 @@ class PinnedTier:
         self._idle[buffer.data.numel()].append(buffer)
 
     def _buffer(self, num_bytes: int) -> _Buffer | None:
-        size = -(-num_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+        size = ceil_div(num_bytes, _ROUNDING_BYTES) * _ROUNDING_BYTES
         if self._idle[size]:
             buffer = self._idle[size].pop()
             self.streams["out"].wait_event(buffer.free_after)
