@@ -26,7 +26,7 @@ def exclusive_sum(sizes: IntArray) -> IntArray:
 
 
 def first_not_whole(entries: Iterable[object]) -> int | None:
-    """Position of the first entry that is no whole number of 64 bits (a truth value is none); None without one."""
+    """Position of the first entry that is not a whole number of 64 bits (truth values are not), or None."""
     for position, entry in enumerate(entries):
         number = isinstance(entry, int | float | np.integer | np.floating) and not isinstance(entry, bool)
         if not number or not -(2**63) <= entry < 2**63 or entry != int(entry):  # type: ignore[operator, call-overload]

@@ -33,7 +33,7 @@ def write_text_atomically(path: StrPath, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a directory, to the disk; a file system that cannot is left to itself."""
+    """Bring a file, or the names in a directory, to the disk, where the file system can."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:

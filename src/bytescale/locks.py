@@ -1,6 +1,6 @@
 """Waiting for another process of this machine, and telling whether it still lives.
 
-A lock is the kernel's, on a file, and falls free when its holder dies. Not every file system has them, and those that
+A lock is the kernel's, on a file, and is released when its holder dies. Not every file system has them, and those that
 do may not show them to other hosts: a lock only saves work done twice, and whatever is written under one must be right
 without it.
 """
@@ -20,14 +20,14 @@ NOTIFY_AFTER_S = 5.0
 
 @contextlib.contextmanager
 def locked(path: Path, work: str, notify_after_s: float = NOTIFY_AFTER_S) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, or none where there is none to be had.
+    """Hold an exclusive lock on `path`; where the file system has no locks, hold nothing.
 
     The file stays: removing it would let two holders in.
 
     Args:
-        path: file of the lock, made where it is absent.
+        path: file of the lock, created if it is missing.
         work: what its holder does, to name in the line about a long wait.
-        notify_after_s: a longer wait is said on stderr, once.
+        notify_after_s: a longer wait is reported on stderr, once.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ def machine_name() -> str:
 
 
 def is_gone(machine: str, process_id: int) -> bool:
-    """Whether a process certainly lives no more; never said of another machine's."""
+    """Whether a process of this machine has certainly ended; False for one of another machine."""
     if machine != machine_name() or process_id < 1:
         return False
     try:

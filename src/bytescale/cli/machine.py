@@ -72,7 +72,7 @@ MEMORY_FIGURES = (
 
 
 def memory_figures(machine: Machine, memory: PeakMemory) -> dict[str, Any]:
-    """What the fullest GPU and its share of the host need and have, JSON-ready; `fits` is None where nobody knows."""
+    """What the fullest GPU and its share of the host need and have, JSON-ready; `fits` is None if unknown."""
     device, host = float(memory.total_bytes.max()), float(memory.host_bytes.max())
     fits = None
     if machine.memory_bytes is not None and machine.host_bytes is not None:

@@ -150,7 +150,7 @@ def _planned(asked: Request, strategy: str, num_batches: int) -> list[StepPlan]:
 
 
 def _plan_that_fits(plan: StepPlan, num_layers: int) -> StepPlan:
-    """A stored plan, proven, and of the model's size."""
+    """A stored plan, proven valid and checked against the model's number of layers."""
     validate(plan)
     needed = ceil_div(num_layers, plan.pp_size)
     if plan.num_layers != needed:

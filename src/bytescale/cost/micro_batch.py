@@ -26,7 +26,7 @@ from bytescale.plan.step_plan import StepPlan
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Of every micro-batch, in one layer and direction, the constant g and the head excluded. All of shape [M].
+    """Times of every micro-batch in one layer and direction, without the constant g and the head. All of shape [M].
 
     Attributes:
         compute_s: kernels.

@@ -4,10 +4,10 @@ Models. Layers, heads, KV groups and hidden size are the paper's table; it gives
 vocabularies, so the standard ones of these families stand here. LLaMA-30B is printed with 56 heads on a hidden size of
 6656; heads of 128 are kept, so its query is wider than its hidden state.
 
-Clusters. Figures are what kernels and links reach in practice, estimated from public peaks; none is measured by us.
-Attention reaches half its speed at blocks of 256 tokens, 94 % at 4K; a ring step takes at least 100 us (a transfer, the
-kernels of a block and the merge, each with its launch), which is what makes blocks under 2K tokens expensive.
-Hosts are taken to have 2 TB for 8 GPUs.
+Clusters. Figures are what kernels and links reach in practice, estimated from public peaks; none has been measured
+here. Attention reaches half its speed at blocks of 256 tokens, 94 % at 4K; a ring step takes at least 100 us (a
+transfer, the kernels of a block and the merge, each with its launch), which is what makes blocks under 2K tokens
+expensive. Hosts are taken to have 2 TB for 8 GPUs.
 
 `paper` is calibrated to the published figures, per HDP rank of LLaMA-7B as in the case study: 2.8 ms for a pair of
 8K blocks, 1.5 ms for 8K of KV, 20 ms of linear work per 8K tokens and layer, a floor of 0.35 ms a ring step; backward
@@ -103,7 +103,7 @@ def cluster_spec(name: str) -> ClusterSpec:
 def preset_cost(
     model: str = "llama-7b", cluster: str = "h100", *, tp_size: int = 1, recompute: bool = False
 ) -> CostModel:
-    """The cost model of two names."""
+    """The cost model of a named model on a named cluster."""
     return cost_model(model_shape(model), cluster_spec(cluster), tp_size=tp_size, recompute=recompute)
 
 

@@ -102,7 +102,7 @@ class Profile:
         return int(max(self.points["layer"]["length"]))
 
     def worst_residual(self, table: str) -> float:
-        """Largest absolute residual above `FITTED_FROM_TOKENS`; 0 where there is none."""
+        """Largest absolute residual above `FITTED_FROM_TOKENS`; 0 without such a point."""
         columns = self.residuals.get(table, {})
         lengths = np.asarray(self.points[table].get("length", []), np.float64)
         worst = 0.0
@@ -189,7 +189,7 @@ def predicted_layer_s(fit: Fit, direction: DirectionCost, length: Any) -> FloatA
 def relative_least_squares(terms: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Coefficients >= 0 with the least sum of squared relative residuals, and these residuals.
 
-    With so few terms every subset of them is tried: the best one without a negative coefficient is the solution.
+    There are few terms, so every subset is fitted; the best fit without a negative coefficient is the solution.
 
     Args:
         terms: one column a coefficient. Shape [num_points, num_terms].
@@ -275,7 +275,7 @@ def check_profile(profile: Profile, shape: ModelShape, device: str, path: Path |
 
 
 def beyond_range(profile: Profile, lengths: npt.ArrayLike) -> str | None:
-    """One line when sequences lie outside the measured lengths, so that no one takes a guess for a measurement."""
+    """One line when sequences lie outside the measured lengths, so that no guess passes for a measurement."""
     values = np.asarray(lengths)
     longer = int((values > profile.longest).sum())
     shorter = int((values < profile.shortest).sum())
@@ -299,7 +299,7 @@ def write_profile(profile: Profile, path: StrPath) -> None:
 
 
 def read_profile(path: StrPath) -> Profile:
-    """A stored profile; the fit is made anew from the points, so the file's own coefficients are not trusted.
+    """A stored profile, fitted again from its points: the coefficients in the file are not trusted.
 
     Raises:
         UserError: the file cannot be read or is not a profile.

@@ -1,8 +1,8 @@
 """Global batches by their metadata: which sequences, how long, before any token is read.
 
-Sequences come in the order of a permutation drawn anew for every epoch from (seed, epoch); a global batch is the next
-run of that order and may cross into the next epoch. Invariants: batches depend on data, seed and `[batch]` alone, not
-on ranks, plan or capacity; `LoaderState` is two integers and resumes exactly.
+Sequences come in the order of a permutation that is drawn for every epoch from (seed, epoch); a global batch is the
+next run of that order and may cross into the next epoch. Invariants: batches depend on data, seed and `[batch]` alone,
+not on ranks, plan or capacity; `LoaderState` is two integers and resumes exactly.
 
 Cost: 8 bytes a sequence for the permutation; a batch costs its own size.
 """
@@ -89,7 +89,7 @@ def next_batch(
     state: LoaderState,
     order: EpochOrder | None = None,
 ) -> tuple[GlobalBatch, LoaderState]:
-    """The global batch at `state`, and the state behind it.
+    """The global batch at `state`, and the state after it.
 
     By sequences: the next S. By tokens: the next ones while their sum is at most T, and at least one; the one that does
     not fit opens the next batch.
@@ -99,10 +99,10 @@ def next_batch(
         batch_config: size of the batch.
         seed: seed of the run.
         state: where to begin.
-        order: the orders of (dataset, seed), to keep from call to call; None draws them anew.
+        order: the orders of (dataset, seed), to keep from call to call; None draws them again.
 
     Raises:
-        UserError: the state lies outside the dataset, which is then not the one that the state was made with.
+        UserError: the state lies outside the dataset, so it belongs to another one.
     """
     num_sequences = len(dataset)
     if state.epoch < 0 or not 0 <= state.position < num_sequences:

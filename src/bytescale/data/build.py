@@ -1,10 +1,10 @@
-"""Tokenising in shards, so that a build that broke off goes on behind the last one that it finished.
+"""Tokenising in shards, so that an interrupted build resumes after the last shard it finished.
 
 A shard holds the tokens of consecutive documents and says where the next one begins; its file is named by where it
 begins itself. The files of a directory form the journal: a build follows them from the first document on, from the end
-of one to the begin of the next, and tokenises what is behind. Invariants: a shard appears whole or not at all, is never
-changed, and depends on the data, the tokenizer and where it begins and ends alone, so several processes, on one machine
-or on many, may fill one directory without knowing of each other.
+of one to the beginning of the next, and tokenises what comes after. Invariants: a shard appears whole or not at all, is
+never changed, and depends on the data, the tokenizer and where it begins and ends alone, so several processes, on one
+machine or on many, may fill one directory without knowing of each other.
 
 A shard is at least 1/64 of all before it: at most about that much work is done twice, and their number stays small.
 Cost: memory of one shard, at most 32 Mi characters; the disk holds everything twice until the build is done.
@@ -109,7 +109,7 @@ def _path(directory: Path, begin: Position) -> Path:
 
 
 def _read(directory: Path, begin: Position) -> Shard | None:
-    """The shard that begins there; None where there is none or it is damaged."""
+    """The shard that begins there; None if it is missing or damaged."""
     try:
         with np.load(_path(directory, begin), allow_pickle=False) as arrays:
             tokens, lengths = arrays["tokens"], arrays["lengths"]

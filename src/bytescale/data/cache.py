@@ -7,11 +7,11 @@ tokenizer is another entry, a moved or touched file is not.
 
 Invariants: an entry appears complete or not at all (built in a directory of its builder's own, then renamed); one
 process builds while the others of its machine wait, where the file system has locks. Where it has none, or they do not
-reach another host, both build, the first to end wins, and neither touches what the other builds or has built: what a
+reach another host, both build, the first to finish wins, and neither touches what the other builds or has built: what a
 builder left behind goes only when its process is known to be dead, or after a week. An entry whose files do not have
 the sizes that it states is built again. Plain `.npy` and JSON, nothing that runs code when read.
 
-Cost: building streams, see `bytescale.data.build`; opening takes a look at every file, see `bytescale.data.digests`,
+Cost: building streams, see `bytescale.data.build`; opening checks every file, see `bytescale.data.digests`,
 and maps the tokens.
 """
 
@@ -90,7 +90,7 @@ def open_corpus(
         source: the documents.
         tokenizer: makes the ids.
         cache_dir: directory of entries; None is `default_cache_dir()`, or one in the temporary directory if need be.
-        notify_after_s: a longer wait for another process that builds the same entry says so on stderr.
+        notify_after_s: a longer wait for another process that builds the same entry is reported on stderr.
 
     Raises:
         UserError: a file of the source is bad, the source holds no document, or the cache cannot be written.
@@ -151,7 +151,7 @@ def _temporary_cache_dir(problem: str) -> Path:
 
 
 def _load(entry: Path) -> TokenCorpus | None:
-    """The corpus at `entry`; None when there is none or it is damaged."""
+    """The corpus at `entry`; None if it is missing or damaged."""
     try:
         meta = json.loads((entry / "meta.json").read_bytes())
         for name, size_bytes in meta["size_bytes"].items():

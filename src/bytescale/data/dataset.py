@@ -3,7 +3,7 @@
 A sequence is the tokens of one document with its end token, and its begin token if the tokenizer has one, or a part of
 them where a document is longer than `max_context` and `overlong` is `split`: then only the first part begins with it.
 Invariants: every sequence has 1..max_context tokens, none spans two documents, order is that of the source; what was
-left out is counted and never silent. A sequence of s tokens has s - 1 targets: its last token has no next one, also
+left out is counted and never silent. A sequence of s tokens has s - 1 targets: its last token has no successor, even
 where a document was cut.
 
 Cost: 24 bytes of memory a sequence; tokens stay on disk until `read`.
@@ -68,7 +68,7 @@ class SequenceDataset:
         num_targets: targets of each sequence, length - 1.
         starts: where each sequence begins in `tokens`.
         counts: what became of the documents.
-        notes: lines for whoever started the run: what was left out, or taken other than asked.
+        notes: lines for whoever started the run: what was left out or not read as asked.
     """
 
     tokens: TokenArray

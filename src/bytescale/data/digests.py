@@ -1,8 +1,8 @@
-"""What files hold, by digest, read once a machine: a manifest remembers the digest of every file that did not change.
+"""Digests of file contents, each file read once per machine: a manifest remembers those of unchanged files.
 
 An entry of the manifest is believed while size, times, and inode of the file are those at which it was read, and the
-file was then at rest for longer than the coarsest clock of a file system ticks: a file that is written in the same tick
-as it is read would keep its times. There is a manifest for every root; it is a cache and may be deleted.
+file had then been at rest for longer than a tick of the coarsest file system clock: a file that is written in the same
+tick as it is read would keep its times. There is a manifest for every root; it is a cache and may be deleted.
 
 Cost: one system call a file; files that are new or changed are read whole, by one process while others wait for it.
 """
@@ -30,7 +30,7 @@ _State = tuple[int, int, int, int]
 
 
 class _Entry(NamedTuple):
-    """What was read once: `read_ns` is the time before the first byte."""
+    """A file's state when it was read; `read_ns` is the time before its first byte."""
 
     state: _State
     read_ns: int
@@ -73,7 +73,7 @@ def file_digests(paths: Sequence[Path], manifest: Path | None = None) -> list[st
 
 
 def _add(known: _Known, path: Path) -> str:
-    """Read the file, which may have changed since anybody looked, and enter it."""
+    """Read the file, which may have changed in the meantime, and record it."""
     state, read_ns = _state(path), time.time_ns()
     try:
         with open(path, "rb") as file:
@@ -102,7 +102,7 @@ def _remembered(known: _Known, path: Path, state: _State) -> str:
 
 
 def _read(manifest: Path) -> _Known:
-    """The entries of the manifest; none where it is absent or no manifest."""
+    """The entries of the manifest; empty if it is missing or not a manifest."""
     try:
         return {
             path: [_entry(*kept) for kept in entries] for path, entries in json.loads(manifest.read_bytes()).items()

@@ -1,4 +1,4 @@
-"""What one file of text holds: its documents, in order, and in words what it is where it holds none.
+"""The documents of one text file, in order, or words that say what the file is if it holds none.
 
 Readers decode UTF-8 without stripping or normalising, skip a byte-order mark, and decompress gzip, bzip2 and xz by the
 first bytes of a file, whatever it is called. Invariant: a file that cannot be read or decoded, or a record without

@@ -52,7 +52,7 @@ class TextSource:
 
 
 class Position(NamedTuple):
-    """A place between two documents: so many files are read whole, and so many documents of the next one."""
+    """A place between two documents: how many files lie wholly before it, and how many documents of the next file."""
 
     file: int = 0
     document: int = 0
@@ -99,7 +99,7 @@ def iter_documents(source: TextSource) -> Iterator[Document]:
 
 
 def documents_from(source: TextSource, begin: Position) -> Iterator[tuple[Document, Position]]:
-    """The documents behind `begin`, each with the position behind it; files before it are not opened."""
+    """The documents after `begin`, each with the position after it; files before `begin` are not opened."""
     for number in range(begin.file, len(source.files)):
         documents = _documents(source, source.files[number])
         first = begin.document if number == begin.file else 0

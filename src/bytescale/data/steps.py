@@ -84,13 +84,13 @@ class StepSource:
 
 
 def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: threading.Event) -> StepData:
-    """Lengths, plan, proof, pieces: all of one step that comes before the model.
+    """Lengths, plan, proof, pieces: everything in a step that comes before the model.
 
     Args:
         source: where from.
         step: its number.
         state: where in the data it begins.
-        cancelled: set when nobody waits for the step any more.
+        cancelled: set when the step is no longer wanted.
 
     Raises:
         PlanError: the planner made a plan that cannot be run.
@@ -109,7 +109,7 @@ def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: t
 
 
 def _draw(source: StepSource, state: LoaderState, cancelled: threading.Event) -> tuple[GlobalBatch, LoaderState, int]:
-    """The next batch with a target, the state behind it, and how many were passed over."""
+    """The next batch with a target, the state after it, and how many were passed over."""
     num_skipped = 0
     while True:
         batch, state = next_batch(source.dataset, source.batch_config, source.seed, state, source.order)
@@ -150,9 +150,9 @@ class StepLoader:
             planner: makes the plan of a batch from its lengths; called on the loader's thread.
             hdp_rank: whose pieces to read.
             state: where to begin; None is the start of the first epoch.
-            num_steps: steps to yield; None goes on for ever.
+            num_steps: steps to yield; None never ends.
             first_step: number of the first one.
-            static_bytes: see `StepSource`; called on the loader's thread, where nobody waits for it.
+            static_bytes: see `StepSource`; called on the loader's thread, off the step's path.
         """
         self.skipped_steps = 0
         order = EpochOrder(len(dataset), seed)

@@ -190,7 +190,7 @@ def _open_library(path: Path) -> tuple[Any, bytes]:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except Exception as error:  # The library raises plain Exception for whatever it cannot parse.
         raise UserError(f"{path} is not a valid tokenizer.json: {one_line(error)}") from None
-    # Files carry the padding and truncation of whoever saved them; both would change documents silently.
+    # Files carry the padding and truncation set when they were saved; both would change documents silently.
     library.no_padding()
     library.no_truncation()
     return library, content
@@ -247,14 +247,14 @@ def _ids_in_front(library: Any) -> list[int]:
     """What the file's own template puts in front of a text."""
     try:
         plain, framed = (list(library.encode("a", add_special_tokens=framed).ids) for framed in (False, True))
-    except Exception:  # The library raises plain Exception; whoever encodes the data hears of it.
+    except Exception:  # The library raises plain Exception; encoding the data will report it.
         return []
     starts = (i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)
     return framed[: next(starts, 0)]
 
 
 def _unused_begin(path: Path, vocabulary: dict[str, int], library: Any) -> tuple[str, ...]:
-    """A line for whoever trains without the begin token that the file would put in front of a text."""
+    """A line for a run that trains without the begin token which the file puts in front of every text."""
     own = _ids_in_front(library)
     if not own:
         return ()

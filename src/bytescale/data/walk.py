@@ -3,7 +3,7 @@
 One rule for every kind of source. `**` is any number of directories, a name that begins with a dot is taken only by a
 part of the pattern that begins with one, and links are followed, to files and to directories alike. Invariants: a file
 is taken once, whatever links lead to it, by the name without a link where there is one, so that adding a link renames
-nothing; a link back to a directory on its own way ends there; whatever matched and is not taken is counted.
+nothing; a link back to a directory above it is not followed; whatever matched and is not taken is counted.
 
 Cost: one listing of each directory that can hold a match; a system call for a file only where it is a link.
 """
@@ -72,7 +72,7 @@ def find_files(root: str, pattern: str, unwanted: Collection[str] = (), key: str
     found: list[tuple[bool, str, str]] = []
     left_out: Counter[str] = Counter()
     while pending or links:
-        # Directories behind links wait, so that what can be reached without one is.
+        # Linked directories come last, so that what can be reached without a link is.
         directory = pending.pop() if pending else links.popleft()
         if (directory.real, directory.parts) in seen:
             left_out["directory again"] += 1
@@ -104,7 +104,7 @@ def find_files(root: str, pattern: str, unwanted: Collection[str] = (), key: str
 
 
 def split_glob(pattern: str) -> tuple[str, str]:
-    """The directories that open `pattern` without a wildcard, and the pattern behind them, which is never empty."""
+    """The directories that open `pattern` without a wildcard, and the rest of the pattern, which is never empty."""
     parts = PurePath(pattern).parts
     opening: list[str] = []
     for part in parts[:-1]:
@@ -117,13 +117,13 @@ def split_glob(pattern: str) -> tuple[str, str]:
 
 
 def _parts(pattern: str) -> tuple[str, ...]:
-    """The parts of a pattern, one `**` for several in a row, and files behind one that ends it."""
+    """The parts of a pattern, one `**` for several in a row, and a part for files after one that ends it."""
     parts = PurePath(f"{pattern}/*" if pattern.endswith("**") else pattern).parts
     return tuple(part for i, part in enumerate(parts) if not (part == "**" and i and parts[i - 1] == "**"))
 
 
 def _with_next(active: frozenset[int], parts: tuple[str, ...]) -> frozenset[int]:
-    """`**` may also be no directory at all: where it is active, so is the part behind it."""
+    """`**` may also be no directory at all: where it is active, so is the part after it."""
     return active | {i + 1 for i in active if parts[i] == "**"}
 
 
@@ -152,7 +152,7 @@ def _entries(path: str, left_out: Counter[str]) -> list[os.DirEntry[str]]:
 
 
 def _kind(entry: os.DirEntry[str]) -> str:
-    """`directory`, `file`, `special` or `broken`: what the entry is, behind a link what that leads to."""
+    """`directory`, `file`, `special` or `broken`: what the entry is, for a link what that leads to."""
     try:
         if not entry.is_symlink():
             is_directory, is_file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)

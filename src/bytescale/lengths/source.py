@@ -57,7 +57,7 @@ def draw(source: LengthSource, num_sequences: int, rng: np.random.Generator) -> 
 def draw_batch(
     source: LengthSource, rng: np.random.Generator, *, tokens: int | None = None, sequences: int | None = None
 ) -> IntArray:
-    """One global batch of so many sequences, or of exactly so many tokens (the last sequence is shortened)."""
+    """One global batch of a number of sequences, or of exactly a number of tokens (the last sequence is shortened)."""
     if sequences is not None:
         return draw(source, sequences, rng)
     assert tokens is not None

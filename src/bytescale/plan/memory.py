@@ -1,4 +1,4 @@
-"""The memory rule: what a rank holds of its pieces, in tokens, in every form it is asked for.
+"""The memory rule: how many tokens a rank holds of its pieces, in every form in which that is asked.
 
 Of l layers on a rank, k = min(2, l) always stay (the running one and the one in flight; ByteScale Eq. 3). A piece of n
 tokens with offload ratio r keeps

@@ -10,8 +10,8 @@ backward of a micro-batch are neighbours, so the graph shrinks to one node a gan
 block: only a receive waits.
 
 A sequence run as **chunks** (plan layout `chunks`) keeps the keys and values of its earlier chunks, and its gradients
-reach them, so its micro-batches are one **unit**: its backwards run reversed, and every stage warms up by so many more
-forwards that the longest unit of the plan is through when its first backward is due.
+reach them, so its micro-batches form one **unit**: its backwards run in reverse order, and every stage runs enough
+extra warm-up forwards for the longest unit of the plan to be complete when its first backward is due.
 
 Cost: O((micro-batches) * pp_size) nodes and edges, numpy only.
 """
@@ -86,11 +86,12 @@ def one_f_one_b(
     F0 B0 F1 B1 ... Units run their backwards reversed, so the warm-up is longer by what the longest one needs.
 
     Args:
-        num_micro_batches: of this rank.
+        num_micro_batches: micro-batches of this rank.
         pp_size: stages.
         stage: 0 is the first.
-        unit_sizes: how many neighbouring micro-batches form each unit, in order; None is one each.
-        longest_unit: largest unit of the whole plan: all ranks warm up alike, or gangs could wait in a circle.
+        unit_sizes: micro-batches of each unit, in order; None makes every micro-batch a unit.
+        longest_unit: largest unit of the whole plan; all ranks warm up by it, or gangs could wait for each other in a
+            circle.
     """
     warm_up = min(pp_size - stage - 1 + longest_unit - 1, num_micro_batches)
     backward = list(range(num_micro_batches))
@@ -203,7 +204,7 @@ def topological_order(num_nodes: int, source: IntArray, target: IntArray) -> Int
 
 
 def find_cycle(num_nodes: int, source: IntArray, target: IntArray) -> list[int]:
-    """The nodes of one cycle, in edge order; empty when there is none."""
+    """The nodes of one cycle, in edge order; empty without a cycle."""
     blocked = np.ones(num_nodes, dtype=bool)
     blocked[topological_order(num_nodes, source, target)] = False
     if not blocked.any():

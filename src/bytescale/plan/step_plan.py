@@ -64,7 +64,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model expects of a plan.
+    """What the cost model predicts for a plan.
 
     Attributes:
         step_time_s: makespan of the step, waiting for gang members included.
@@ -95,7 +95,7 @@ class StepPlan:
         pieces: the rows, in canonical order.
         kept_gradient_share: what the key-and-value gradients of a kept chunk add to its activations, as a share of
             them; 0 outside the `chunks` layout.
-        predicted: what the cost model expects; None before anyone asked it.
+        predicted: what the cost model predicts; None until it has been asked.
         origin: the strategy whose plan this is, where `strategy` is a search that returned another one's; not stored.
     """
 

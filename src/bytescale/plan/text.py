@@ -39,8 +39,8 @@ def plan_to_text(plan: StepPlan, most: int | None = None) -> str:
 
     Args:
         plan: any plan, valid or not.
-        most: show at most so many ranks, micro-batches of a rank and pieces of a micro-batch, and count the rest; None
-            shows all, and only then can the text be read back.
+        most: limit on the ranks, micro-batches of a rank and pieces of a micro-batch that are shown; the rest is
+            counted; None shows all, and only then can the text be read back.
     """
     scalars = {"tokens_per_rank": plan.tokens_per_rank, "num_layers": plan.num_layers}
     other = {name: getattr(plan, name) for name, default in _DEFAULTS.items() if getattr(plan, name) != default}

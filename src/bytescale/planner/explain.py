@@ -1,4 +1,4 @@
-"""Why a plan is as it is: each of the longest sequences, and what bounds the step.
+"""Why a plan is as it is: the degrees of its longest sequences, and what bounds the step.
 
 Everything is computed from the plan and the cost model alone, so plans read from a file can be explained as well. For a
 sequence of s tokens the fewest ranks without offloading are ceil(s / C); a smaller degree was bought by offloading, a
@@ -98,7 +98,7 @@ def _reason(plan: StepPlan, cost: CostModel, sequence: int, degree: int, ratio: 
 
 
 def _chunked_reason(plan: StepPlan, cost: CostModel, sequence: int, degree: int, ratio: float) -> SequenceReason:
-    """A sequence in chunks: what its stages wait for, beside the same ranks running it whole."""
+    """A sequence in chunks: what its stages wait for, compared with the same ranks running it whole."""
     pieces = plan.pieces
     assert pieces.cp_index is not None and pieces.token_begin is not None and pieces.token_end is not None
     rows = np.flatnonzero((pieces.sequence == sequence) & (pieces.cp_index == 0))

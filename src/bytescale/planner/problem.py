@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def fixed_ratio(self) -> float:
-        """The offload ratio where none is chosen per sequence."""
+        """The offload ratio of every sequence when none is chosen per sequence."""
         return self.offload if isinstance(self.offload, float) else 0.0
 
     @property
@@ -111,7 +111,7 @@ def check_lengths(lengths: Sequence[int] | npt.ArrayLike) -> IntArray:
 
 
 def lengths_entry(values: npt.NDArray[Any], i: int) -> str:
-    """Entry `i` as a person wrote it."""
+    """Entry `i` as it was written."""
     value = values[i].item() if hasattr(values[i], "item") else values[i]
     return repr(value)
 

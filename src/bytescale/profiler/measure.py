@@ -201,7 +201,7 @@ def measure_blocks(
 
 
 def measure_head(shape: ModelShape, lengths: Sequence[int], clock: Clock, rounds: int, like: Tensor) -> Table:
-    """Head and loss of a micro-batch of so many targets."""
+    """Head and loss of a micro-batch, at every number of targets."""
     table: Table = {name: [] for name in ("length", "forward_s", "backward_s")}
     head_VE = (like.new_empty(shape.vocab_size, shape.hidden_size).normal_() * 0.02).requires_grad_()
     for length in lengths:
@@ -236,7 +236,7 @@ def measure_embedding(shape: ModelShape, length: int, clock: Clock, rounds: int,
 
 
 def measure_link(comm: PeerToPeer, peer: int, device: torch.device, clock: Clock, repeats: int = 12) -> Table:
-    """Time of an exchange of so many bytes each way with `peer`, which must call this too."""
+    """Time of an exchange with `peer`, which must call this too, at every size in bytes each way."""
     table: Table = {"num_bytes": [], "time_s": []}
     for num_bytes in LINK_BYTES:
         outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))

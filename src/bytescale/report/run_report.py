@@ -76,7 +76,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def _column(metrics: Metrics, key: str) -> list[Point]:
-    """(step, value) of every step; what is missing or no number becomes NaN, which charts leave out."""
+    """(step, value) of every step; what is missing or not a number becomes NaN, which charts leave out."""
     values = [(step["step"], step.get(key)) for step in metrics]
     return [(x, float(y) if isinstance(y, int | float) and not isinstance(y, bool) else math.nan) for x, y in values]
 

@@ -68,7 +68,7 @@ class RunSummary(RunIdentity):
         targets: targets trained on; these are the `tokens` of metrics.jsonl.
         status: `finished`, `stopped` by a signal, or `failed`.
         num_nonfinite_steps: steps whose update was left out because loss or gradients were not finite.
-        notes: what was said beside the steps.
+        notes: lines that were shown besides the steps.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""Simulation: a step plan on a described cluster gives its timeline, where the time goes, and its memory. numpy alone.
+"""Simulation of a step plan on a described cluster: its timeline, where the time goes, its memory. numpy alone.
 
     from bytescale.cost import cluster_spec, model_shape, preset_cost
     from bytescale.planner import plan

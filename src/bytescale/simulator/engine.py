@@ -110,7 +110,7 @@ def simulate(
     Args:
         plan: an executable plan (see `bytescale.plan.validate`).
         cost: what pieces cost.
-        overheads: what the step costs beside its micro-batches; None is nothing.
+        overheads: what the step costs besides its micro-batches; None is nothing.
         rank_speed: relative speed of each rank; None takes all as equal.
         ulysses: attention by head exchange instead of a ring; the plan needs one degree for all.
 
@@ -150,7 +150,7 @@ def _run(plan: StepPlan, own_s: FloatArray, extra: StepOverheads) -> tuple[Opera
 
 
 def _stage_delay_s(plan: StepPlan, gangs: Gangs, extra: StepOverheads) -> FloatArray:
-    """Way of the hidden states of each gang to the next stage: that of its fullest member."""
+    """Time that the hidden states of each gang take to the next stage: that of its largest member."""
     assert extra.stage_link is not None
     tokens = np.bincount(plan.micro_batch_ids(), weights=plan.pieces.tokens, minlength=len(gangs.gang))
     most = np.zeros(gangs.num_gangs)

@@ -1,4 +1,4 @@
-"""The longest sequence that a model and a cluster can train, and what binds.
+"""The longest sequence that a model can be trained on by a cluster, and which limit binds.
 
 Memory of a GPU after states and logits gives C, the tokens_per_rank to set: at stage s of a pipeline of P, P - s
 micro-batches of C tokens are in flight (1F1B), and ring buffers hold the keys and values of the largest piece. With
@@ -89,7 +89,7 @@ def context_limits(
     Args:
         model, cluster, cost: who trains where.
         hdp_size, tp_size, pp_size: the layout.
-        tokens_per_rank: C, if it is given and not to be derived from memory.
+        tokens_per_rank: C; None derives it from memory.
 
     Raises:
         UserError: the states alone do not fit.
@@ -144,7 +144,7 @@ def _host_limit(fleet: _Fleet) -> float:
 
 
 def _host_bytes(fleet: _Fleet, capacity: int, tokens: int) -> float:
-    """What leaves of the micro-batches in flight at the fullest stage."""
+    """Bytes offloaded of the micro-batches in flight, at the stage that offloads most."""
     in_flight = np.arange(fleet.pp_size, 0, -1) * stage_layers(fleet.cost, fleet.pp_size)
     away = 1.0 - float(kept_share(_ratio(fleet, capacity, tokens), fleet.layers))
     return float(in_flight.max()) * away * tokens * layer_bytes_per_token(fleet.model, fleet.cost)

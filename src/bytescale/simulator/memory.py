@@ -1,4 +1,4 @@
-"""Device memory of every rank and stage at its fullest.
+"""Peak device memory of every rank and stage.
 
     states       parameters (bf16) + gradients (fp32) + optimizer (three fp32 values a parameter), of one GPU's part;
                  `zero1` shards the optimizer over HDP, `fsdp` shards all three and keeps whole parameters and
@@ -72,7 +72,7 @@ def layer_bytes_per_token(model: ModelShape, cost: CostModel) -> float:
 
 
 def peak_memory(plan: StepPlan, model: ModelShape, cost: CostModel, *, tp_size: int = 1) -> PeakMemory:
-    """The fullest moment of every rank and stage."""
+    """The peak of every rank and stage."""
     pieces = plan.pieces
     layers = stage_layers(cost, plan.pp_size)
     activation_bytes = in_flight_tokens(plan) * layer_bytes_per_token(model, cost) * layers

@@ -1,4 +1,4 @@
-"""What a step costs beside its micro-batches: collectives over HDP, the optimizer, reading and planning the batch.
+"""What a step costs besides its micro-batches: collectives over HDP, the optimizer, reading and planning the batch.
 
     gather = (1 - 1/N) * parameter bytes / bandwidth + ceil(log2 N) * latency,   reduce alike with gradient bytes,
 
@@ -16,7 +16,7 @@ from bytescale.cost.model import ClusterSpec, Link, ModelShape
 
 @dataclass(frozen=True)
 class StepOverheads:
-    """Seconds that every rank spends once a step, and the way between pipeline stages.
+    """Seconds that every rank spends once a step, and the link between pipeline stages.
 
     Attributes:
         gather_s: parameters made whole before the first micro-batch.
@@ -24,8 +24,8 @@ class StepOverheads:
         update_s: optimizer and everything else at the end of a step.
         loading_s: reading the batch.
         planning_s: planning it.
-        prefetch: loading and planning run beside the step before.
-        stage_link: way of hidden states to the next stage; None costs nothing.
+        prefetch: loading and planning run during the step before.
+        stage_link: carries hidden states to the next stage; None costs nothing.
         stage_bytes_per_token: bytes of the hidden state of one token.
     """
 

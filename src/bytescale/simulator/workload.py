@@ -1,12 +1,12 @@
-"""Global batches for comparisons: a stratified pool of a length distribution, cut into batches of so many tokens.
+"""Global batches for comparisons: a stratified pool of a length distribution, cut into batches of equal size.
 
 Drawing at random leaves the rare longest sequences to chance: GitHub has 0.16 sequences of 2M in 32M tokens, so ten
 batches hold none or five. The pool holds every range of the distribution as often as expected, at its quantiles; only
 the order is random. Then
 
     split:  a sequence longer than the context becomes pieces of the context and a rest (the paper does not say);
-    fill:   a batch takes the stream in order; a sequence that does not fit any more waits for the next batch, those
-            behind it fill this one and a short one is divided. (Cutting would lose one 2M sequence in ten.)
+    fill:   a batch takes the stream in order; a sequence that no longer fits waits for the next batch, those
+            after it fill this one and a short one is divided. (Cutting would lose one 2M sequence in ten.)
             Of a few orders the one that leaves the shortest sequence over at the end is taken.
 
 Invariant: each batch holds exactly `batch_tokens`; equal arguments give equal batches. Cost: O(sequences), numpy.

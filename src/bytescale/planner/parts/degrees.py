@@ -38,7 +38,7 @@ WIDEN_SLACK = 0.002
 """Widening that cannot meet a target stops this close to the least time: the last ranks gain next to nothing."""
 
 _LOOK_AHEAD = 4.0
-"""The fastest degrees are searched for all sequences that a target so many times narrower would ask for."""
+"""Fastest degrees are searched together for all sequences that a target this many times narrower would widen."""
 
 _LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 

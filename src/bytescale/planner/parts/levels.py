@@ -4,11 +4,11 @@ The same order of gangs on every rank is not enough with 1F1B: a gang at differe
 itself across stages. If its number is the same on all its ranks, the order of operations of every rank is a part of
 one common 1F1B order per stage, and that order has no cycle.
 
-A gang whose sequence runs in chunks takes as many neighbouring numbers. Its backwards are reversed at those numbers on
-all its ranks, and all ranks warm up alike, so the argument holds for them too.
+A gang whose sequence runs in chunks takes consecutive numbers, one a chunk. Its backwards are reversed at those numbers
+on all its ranks, and all ranks warm up alike, so the argument holds for them too.
 
-Micro-batch numbers have no gaps, so a gang of D ranks needs D ranks with equal counts. Widest first there always are
-such ranks: those of the gang before. Cost: O(gangs * (R + distinct counts)), numpy.
+Micro-batch numbers have no gaps, so a gang of D ranks needs D ranks with equal counts. Widest first, such ranks always
+exist: those of the gang before. Cost: O(gangs * (R + distinct counts)), numpy.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def stack_gangs(
         degree: ranks of each gang.
         hdp_size: R.
         weight: time of each gang; None counts gangs.
-        num_chunks: neighbouring micro-batches that each gang takes; None is one.
+        num_chunks: consecutive micro-batches that each gang takes; None is one.
         wait: what each gang adds to the load of its ranks where it is the largest of theirs; None adds nothing.
 
     Returns:

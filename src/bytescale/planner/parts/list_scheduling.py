@@ -60,7 +60,7 @@ def place_gangs(degree: IntArray, time_s: FloatArray, hdp_size: int, speed: Floa
         begin = np.maximum.accumulate(load)[end - 1]
         size = degree[batch]
         lasting = _gang_time_s(time_s[batch], size, by_load, speed)
-        # The next gang must not start later than it could behind the gangs just placed.
+        # The next gang must not start later than it could after the gangs just placed.
         late = np.flatnonzero(score[end - 1][1:] > np.minimum.accumulate(begin + lasting)[:-1])
         count = int(late[0]) + 1 if len(late) else len(batch)
         batch, begin, size, lasting = batch[:count], begin[:count], size[:count], lasting[:count]

@@ -1,4 +1,4 @@
-"""Packing: short sequences into micro-batches of at most so many tokens.
+"""Packing: short sequences into micro-batches of at most `capacity` tokens.
 
 `next_fit` keeps arrival order (Megatron-LM, MegaScale); `best_fit` is line 8 of Algorithm 1: fill one pack after
 another, each time with the longest sequence that still fits. Both are O(n) up to logarithms.

@@ -62,7 +62,7 @@ def in_rows(problem: Problem, units: Units, num_leading: int, counts_waiting: bo
     row_s = np.zeros(len(room))
     np.maximum.at(row_s, row, time_s)
     hole_row, hole = spread(room)
-    # The longest packs stand beside the longest gangs.
+    # The longest packs share rows with the longest gangs.
     order = np.argsort(-row_s[hole_row], kind="stable")
     packs = num + np.argsort(-units.time_s[num:], kind="stable")[: len(hole_row)]
     members = _Members(
@@ -138,7 +138,7 @@ def stacked(problem: Problem, units: Units) -> Placed:
 def _with_packs(
     problem: Problem, units: Units, members: _Members, num_leading: int, counts_waiting: bool = True
 ) -> Placed:
-    """All packs that are not placed yet behind what their ranks have, up to `num_leading` of each rank before."""
+    """Place all remaining packs after what their ranks hold, up to `num_leading` of each rank before it."""
     hdp_size, member_s = problem.hdp_size, units.time_s[members.unit]
     rest = np.setdiff1d(np.arange(len(units.degree)), members.unit)
     room_s = -np.bincount(members.ranks, weights=member_s, minlength=hdp_size).astype(np.float64)
