@@ -320,7 +320,7 @@ class RunConfig:
     """write the trained model to `model/` in the run directory"""
 
     comm_timeout_s: float = _unit("seconds", 600.0)
-    """how long a rank waits for another before it gives up"""
+    """how long a rank waits for another before it gives up; while ranks prepare, how long one may be silent"""
 
     def __post_init__(self) -> None:
         _require(

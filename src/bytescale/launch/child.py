@@ -26,7 +26,7 @@ class Child:
     """A running or ended child, seen from its parent.
 
     Attributes:
-        rank: its rank; None for a child that is no rank.
+        rank: its rank; None for a child that is not a rank.
         pid: its process, which leads a session of its own.
         report_fd: where its complaint arrives, see `bytescale.launch.failure`.
         errors_fd: its standard error.
@@ -65,7 +65,7 @@ class Child:
         return bool(report or errors)
 
     def reap(self) -> bool:
-        """Whether it has ended, for good; what it started has ended with it then."""
+        """Whether it has ended; what it started has then ended with it."""
         if self.exit_code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             self._collect()
         return self.exit_code is not None
@@ -109,7 +109,7 @@ def start_child(
         environment: added to that of the child.
         signals: those that this process handles; the child is ended by them until it says otherwise. What is ignored
             here is ignored there.
-        siblings: children so far, whose pipes are none of this one's business.
+        siblings: children so far, whose pipes the new one closes.
     """
     report_fd, write_report_fd = os.pipe()
     errors_fd, write_errors_fd = os.pipe()
@@ -142,7 +142,7 @@ def start_child(
 
 
 def ignore_input() -> None:
-    """Let standard input be empty: nothing here asks, and no library may."""
+    """Make standard input empty: nothing here reads it, and no library may."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -52,7 +52,7 @@ class Complaint:
 
 
 def complaint(error: BaseException) -> Complaint:
-    """`error` as a person should see it. A full disk is nobody's defect, wherever it was met."""
+    """`error` as it is shown. A full disk is not a defect of the program, wherever it is met."""
     message = " ".join(str(error).split())
     if isinstance(error, UserError):
         return Complaint("user", message)
@@ -67,7 +67,7 @@ def complaint(error: BaseException) -> Complaint:
 
 
 def read_complaint(text: bytes) -> Complaint | None:
-    """What `Complaint.to_json` wrote; None where a rank left nothing whole."""
+    """What `Complaint.to_json` wrote; None if a rank left nothing or only part of it."""
     try:
         return Complaint(**json.loads(text))
     except (ValueError, TypeError):

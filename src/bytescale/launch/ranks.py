@@ -180,7 +180,7 @@ def _cause(children: Sequence[Child], last_step: int | None) -> RankFailure | No
 
 
 def _last_step(run_dir: Path, started_s: float) -> int | None:
-    """The last step of this run's metrics; None when there is none or the file is older than the run."""
+    """The last step of this run's metrics; None without one or if the file is older than the run."""
     path = run_dir / "metrics.jsonl"
     try:
         if path.stat().st_mtime < started_s:

@@ -1,4 +1,4 @@
-"""Where local ranks meet: a key-value store on the loopback interface, in a process that no rank takes with it."""
+"""Where local ranks meet: a key-value store on the loopback interface, in a process that survives any rank."""
 
 import contextlib
 import signal

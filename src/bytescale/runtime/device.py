@@ -34,7 +34,7 @@ class Machine:
 
     @classmethod
     def here(cls, world_size: int = 1) -> "Machine":
-        """This machine. Ranks that nobody has started yet are all of `world_size`."""
+        """This machine; before ranks are started, all of `world_size` count as its own."""
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return cls(num_gpus, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 

@@ -75,7 +75,7 @@ class Presence:
             self._thread.start()
 
     def doing(self, what: str) -> None:
-        """What this rank is at while others may wait for it, in words like `prepares data`."""
+        """What this rank is doing while others may wait for it, in words like `prepares data`."""
         self._state = what
 
     def wait_for_all(self, say: Callable[[str], None]) -> None:
@@ -125,7 +125,7 @@ class Presence:
         self._own.set(f"beat {self.rank}", json.dumps(sign))
 
     def _run(self) -> None:
-        """The thread: signs of life, an eye on the next rank, an ear for failures."""
+        """The thread: sends signs of life, watches the next rank, listens for failures."""
         beat_s = min(BEAT_S, self._silence_s / 8)
         heard_s = answered_s = time.monotonic()
         last_sign: Any = None
@@ -175,7 +175,7 @@ class Presence:
 
 
 def _read(store: Store, key: str) -> Any:
-    """The value of a key; None where there is none."""
+    """The value of a key, or None."""
     return json.loads(store.get(key)) if store.check([key]) else None
 
 

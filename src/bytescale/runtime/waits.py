@@ -1,4 +1,4 @@
-"""How long this rank stood still for others, summed per operation of the schedule and kind of transfer.
+"""How long this rank waited for others, summed per operation of the schedule and kind of transfer.
 
 On the CPU a wait is the time that the host was blocked. On CUDA it is the time that the stream was, taken between two
 recorded events. There is one wait a ring step and layer, tens of thousands a step at high degrees, so only their sums

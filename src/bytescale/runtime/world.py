@@ -79,7 +79,7 @@ class World:
         return self.stage == self.pp_size - 1
 
     def pipe_target(self, direction: int) -> int:
-        """World rank that this one sends to on `pipe[direction]`; the stages of a pipeline stand in a circle."""
+        """World rank that this one sends to on `pipe[direction]`; the stages of a pipeline form a circle."""
         return (self.rank + (self.hdp_size if direction == FORWARD else -self.hdp_size)) % self.size
 
     def pipe_source(self, direction: int) -> int:

@@ -26,7 +26,7 @@ from bytescale.runtime.world import World
 
 _PACKAGES = ("bytescale", "torch", "transformers", "numpy")
 _MAY_DIFFER = frozenset({"offload.limit_bytes", "train.compute_threads"})
-"""Keys that only concern one machine, beside all that are places in the file system."""
+"""Keys that only concern one machine, besides all that are places in the file system."""
 
 
 def versions() -> dict[str, str]:

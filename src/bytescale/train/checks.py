@@ -1,4 +1,4 @@
-"""What can be refused at once, before torch is imported: a slip of the pen answers within half a second.
+"""Checks that need no torch, so that a typo is answered within half a second.
 
 Cost: one listing of the data's files; nothing is read but a profile.
 """

@@ -62,7 +62,7 @@ def why_nothing_moved(config: Config, metrics: StepMetrics, num_layers: int) -> 
 
 @contextmanager
 def open_offloader(config: Config, model: LossModel, world: World) -> Iterator[Offloader | None]:
-    """The offloader of this rank, None when nothing can be asked of it. The tier opens with the first tensor."""
+    """The offloader of this rank; None when no plan can ask for offloading. The tier opens with the first tensor."""
     if not may_offload(config):
         yield None
         return

@@ -202,7 +202,7 @@ def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) 
 
 
 def _check_batch(config: Config, dataset: SequenceDataset) -> None:
-    """A batch is drawn and planned in memory; one of billions is a slip of the pen, not a batch."""
+    """A batch is drawn and planned in memory; one of billions is a typo, not a batch."""
     size = config.batch.sequences
     if size is None:
         size = int((config.batch.tokens or 0) / float(dataset.lengths.mean()))

@@ -74,7 +74,7 @@ class Reporter:
             yield "nonfinite", f"step {metrics.step}: loss or gradients are not finite, so its update was left out"
 
     def write_ending(self, status: str, traces: Iterable[Sequence[Span]]) -> None:
-        """Trace and summary, and one line if the run ended early; what is asked after that changes nothing."""
+        """Trace and summary, and one line if the run ended early; later requests change nothing."""
         if self._has_ended:
             return
         self._has_ended = True

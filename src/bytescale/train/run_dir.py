@@ -66,7 +66,7 @@ def _check_results(run_dir: Path, overwrite: bool) -> None:
 
 
 def results(run_dir: Path) -> list[str]:
-    """What of `run_dir` is worth keeping: files of a run that came to its first step."""
+    """What is worth keeping in `run_dir`: files of a run that came to its first step."""
     metrics = run_dir / METRICS
     found = [METRICS] if metrics.is_file() and metrics.stat().st_size else []
     return found + [name for name in (MODEL, *_END) if (run_dir / name).exists()]

@@ -1,4 +1,4 @@
-"""Adds up the steps of a run to the summary that closes it. Lives on rank 0."""
+"""Adds up the steps of a run to its closing summary, on rank 0."""
 
 import time
 from collections import Counter

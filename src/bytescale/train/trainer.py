@@ -124,7 +124,7 @@ def _say_waiting(line: str) -> None:
 
 @contextmanager
 def _memory_in_words(rank: int) -> Iterator[None]:
-    """Turn the lack of memory inside the block into one line with the ways out."""
+    """Turn a lack of memory inside the block into one line with the ways out."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -232,7 +232,7 @@ class Trainer:
                 raise
 
     def _check_shared(self) -> None:
-        """Find out before the first step, not after the last, that a stage could not save its part."""
+        """Refuse before the first step, not after the last, when a stage could not save its part."""
         if self.config.run.save_model:
             with collective(self.world.rank, "looking for the run directory"):
                 check_shared(Path(self.config.run.dir), self.world)
@@ -243,7 +243,7 @@ class Trainer:
             return float(gradient_norm(self.model, without=self._shared_weight()))
 
     def _update(self, step: int, agreed: Agreed) -> Span:
-        """Move the weights, unless loss or gradients are not finite; they are then as if the step had not been."""
+        """Move the weights, unless loss or gradients are not finite; they then stay as before the step."""
         begin_ns = time.perf_counter_ns()
         if agreed.is_finite:
             set_learning_rate(self.optimizer, learning_rate(step, self.config.train))

@@ -95,8 +95,8 @@ class Call:
 
     Attributes:
         q, kv: query rows and key/value rows in block order.
-        causal: all blocks are, or none is.
-        details: what the kernel that made it needs besides.
+        causal: whether the blocks are causal, which all or none are.
+        details: what else the kernel that made it needs.
     """
 
     q: Rows

@@ -96,10 +96,10 @@ class KeptKv:
             begin = part.stop
 
     def take_gradients(self, layer: Hashable, rows: KeptRows) -> tuple[Tensor, Tensor] | None:
-        """What later chunks added to chunk number `rows.chunk`, which is the last one kept and is let go."""
+        """What later chunks added to chunk number `rows.chunk`, which is the last one kept and is freed."""
         chunks = self._chunks[layer, rows.sequence]
         chunk = chunks.pop()
-        assert rows.chunk == len(chunks), "chunks are let go in reverse"
+        assert rows.chunk == len(chunks), "chunks are freed in reverse"
         if not chunks:
             del self._chunks[layer, rows.sequence]
         return chunk.gradients

@@ -173,7 +173,7 @@ class _KvExchange:
         return received[:, 0], received[:, 1]
 
     def close(self) -> None:
-        """Let go of the sends of earlier calls; those of this call stay in flight."""
+        """Complete the sends of earlier calls; those of this call stay in flight."""
         comm = self.context.comm
         comm.drain(keep=comm.num_unfinished - self.unfinished_before)
 

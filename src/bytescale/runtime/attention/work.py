@@ -125,7 +125,7 @@ class _Member:
     Attributes:
         length: of the sequence or chunk.
         chunk: number of the chunk; is_last: whether no other follows.
-        num_kept: tokens of the earlier chunks on each of the ranks; () is none.
+        num_kept: tokens of the earlier chunks on each of the ranks; () without any.
         kept_offset: where those of this rank begin in the source buffer.
     """
 

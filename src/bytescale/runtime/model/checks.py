@@ -88,7 +88,7 @@ def check_config(config: Any, max_context: int) -> None:
 
 
 def _check_randomness(config: Any) -> None:
-    """Refuse what draws random numbers in training: ranks would draw the same ones, and others than one process."""
+    """Refuse what draws random numbers in training: all ranks would draw the same ones, one process others."""
     asked = {
         key: value
         for key, value in config.to_dict().items()

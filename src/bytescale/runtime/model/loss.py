@@ -4,7 +4,7 @@ Equation: loss_sum = sum over rows with label >= 0 of -log softmax(W h)[label]. 
 the global batch happens once, at the gradient reduction (`bytescale.runtime.fsdp`), so any split of a batch over
 ranks and micro-batches adds up to the same gradient.
 
-The gradients are made with the loss, chunk by chunk, while the logits are there: with p = softmax(W h) and one-hot y,
+The gradients are computed with the loss, chunk by chunk, while the logits exist: with p = softmax(W h) and one-hot y,
 
     dh = (p - y) W,    dW = sum over chunks of (p - y)^T h
 
@@ -32,7 +32,7 @@ def token_loss_sum(hidden_TE: Tensor, head_VE: Tensor, labels_T: Tensor, chunk_r
     Args:
         hidden_TE: final hidden states, T rows.
         head_VE: weight of the language-model head.
-        labels_T: next token of each row, already shifted inside its sequence; `IGNORED_LABEL` where there is none.
+        labels_T: next token of each row, already shifted inside its sequence; `IGNORED_LABEL` after the last token.
         chunk_rows: rows of a chunk.
     """
     loss: Tensor = _HeadLoss.apply(hidden_TE, head_VE, labels_T, chunk_rows)  # type: ignore[no-untyped-call]

@@ -74,7 +74,7 @@ def ignores_the_limit(config: Any) -> bool:
 
 
 def reach(config: Any) -> tuple[int | None, str]:
-    """The longest sequence that the positions are made for, and the keys that say so; None where nothing limits it."""
+    """The longest sequence that the positions are made for, and the keys that say so; None without a limit."""
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None, ""

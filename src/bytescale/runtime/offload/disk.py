@@ -82,7 +82,7 @@ class _Room:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> int | None:
-        """Offset of `num_bytes` of allocated file, None when limit or disk do not allow that."""
+        """Offset of `num_bytes` of allocated file; None when limit or disk do not allow that."""
         num_bytes = _whole_pages(num_bytes)
         with self._lock:
             self._take_returned()
@@ -117,7 +117,7 @@ class _Room:
         return None
 
     def _grow(self, num_bytes: int) -> bool:
-        """Allocate more of the file: a comfortable piece, or just what is missing near the limit."""
+        """Allocate more of the file: a large piece, or near the limit just what is missing."""
         tail = self._free[-1] if self._free and self._free[-1][1] == self._size else (self._size, self._size)
         missing = num_bytes - (tail[1] - tail[0])
         for growth in sorted({max(missing, _GROWTH_BYTES), missing}, reverse=True):
@@ -310,7 +310,7 @@ class _DiskStash:
 
 
 def _gathered(view: Bytes, ranges: tuple[Range, ...]) -> Bytes | None:
-    """The ranges in storage of their own, None when there are none."""
+    """The ranges in storage of their own; None without ranges."""
     if not ranges:
         return None
     return np.concatenate([view[begin:end] for begin, end in ranges])

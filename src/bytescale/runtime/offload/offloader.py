@@ -158,7 +158,7 @@ def _address(tensor: Tensor) -> int:
 
 @dataclass(eq=False)
 class _Entry:
-    """A storage that leaves. `storage` is None while it is away; who holds the entry is the tensors saved from it."""
+    """A storage that leaves. `storage` is None while it is away; the tensors saved from it hold the entry."""
 
     stash: Stash
     storage: torch.UntypedStorage | None
@@ -168,7 +168,7 @@ class _Entry:
         weakref.finalize(self, self.stash.discard).atexit = False
 
     def drop(self) -> bool:
-        """Let go of the storage; False when its bytes did not get out."""
+        """Drop the storage; False when its bytes did not get out."""
         gone = self.stash.settle()
         if gone:
             self.storage = None
@@ -212,7 +212,7 @@ class _MicroBatch:
         self._recalled = num_layers
 
     def share(self, values: Sequence[Any]) -> None:
-        """Note what all layers are given: it is used again and must stay."""
+        """Note what all layers are given: it is used again, so it must stay."""
         for value in values:
             if isinstance(value, Tensor):
                 self._shared.add(_address(value))
@@ -220,7 +220,7 @@ class _MicroBatch:
                 self.share(value)
 
     def layer_done(self) -> None:
-        """A layer has ended: what the one before it saved had all that time to leave."""
+        """A layer has ended, in which time what the one before it saved could leave."""
         self.layer += 1
         self._drop(self.layer - 2)
 

@@ -1,4 +1,4 @@
-"""What leaves, and what every place for it can do: row ranges, byte ranges, the interface of a tier.
+"""What leaves the device, and what a tier that takes it can do: row ranges, byte ranges, the interface.
 
 A tier takes the bytes of a storage apart by a `Partition` (ranges that leave, ranges that stay), lets the caller drop
 the storage once the leaving bytes are out, and builds an equal storage when they are wanted back. One worker moves
@@ -74,7 +74,7 @@ class Tier(Protocol):
     """A place for offloaded bytes."""
 
     def begin_step(self) -> None:
-        """Start counting copies anew."""
+        """Start counting copies from zero."""
         ...
 
     def engage(self) -> None:

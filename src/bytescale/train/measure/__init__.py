@@ -1,1 +1,1 @@
-"""What a step measures and reports, beside the work: times, waits, memory, the line of metrics, the trace."""
+"""What a step measures and reports: times, waits, memory, the line of metrics, the trace."""

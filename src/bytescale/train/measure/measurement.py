@@ -1,4 +1,4 @@
-"""What one rank measures in one step, beside the work and never in its way.
+"""What one rank measures in one step, without holding it up.
 
 Times come from `StepClock`, waits from the groups that waited, copies from the offloader. Spans are bounded: one a
 micro-batch and direction, one wait a kind and operation, the longest copies. `busy_s` is what `imbalance` compares: the
@@ -114,7 +114,7 @@ class StepMeasurement:
 
 
 def micro_batch_args(data: StepData, part: MicroBatchShare) -> dict[str, Any]:
-    """What a person asks of a micro-batch in a trace: which sequences of the data set, how many tokens, what degree."""
+    """What a trace says of a micro-batch: which sequences of the data set, how many tokens, what degree."""
     ids = np.unique(data.batch.sequence_ids[part.sequences])
     return {
         "micro_batch": part.number,

@@ -34,7 +34,7 @@ class Agreed:
         step: number of the step.
         loss: mean over the targets of the global batch.
         grad_norm: global norm before clipping.
-        signal_number: a signal that asked some rank to stop; 0 is none.
+        signal_number: a signal that asked some rank to stop, or 0.
     """
 
     step: int

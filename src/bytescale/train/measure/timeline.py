@@ -25,7 +25,7 @@ MAX_RANK_SPANS = 5_000
 
 
 def gather_traces(world: World, steps: Iterable[Sequence[Span]]) -> list[list[Span]]:
-    """The spans of the sampled ranks, on rank 0, nothing elsewhere; a collective."""
+    """The spans of the sampled ranks on rank 0, none elsewhere; a collective."""
     own: list[Span] = []
     if world.hdp_rank in traced_ranks(world.hdp_size):
         own = group_by_pipeline(to_wall_clock(steps), world)
@@ -53,7 +53,7 @@ def shift_to_zero(spans: Sequence[Span]) -> list[Span]:
 
 
 def group_by_pipeline(spans: Sequence[Span], world: World) -> list[Span]:
-    """Spans of this rank under its pipeline and stage; as they are where there is one stage."""
+    """Spans of this rank under its pipeline and stage; unchanged with a single stage."""
     if world.pp_size == 1:
         return list(spans)
     stage = f"stage {world.stage}"

@@ -1,4 +1,4 @@
-"""A directory that is replaced whole: whatever is killed at whatever moment, the old one or the new one is there.
+"""A directory that is replaced whole: whenever the process is killed, either the old one or the new one is there.
 
 The new directory is filled under a hidden name beside the target, brought to the disk, and exchanged with the target in
 one call of the kernel (renameat2, RENAME_EXCHANGE). A file system that cannot exchange takes three renames, whose order

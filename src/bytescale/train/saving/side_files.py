@@ -1,4 +1,4 @@
-"""What a saved model needs beside weights and configuration, so that another program can use it.
+"""What a saved model needs besides weights and configuration for another program to use it.
 
 A checkpoint's own files are carried on: everything but weights, optimizer states and code. Those of its tokenizer only
 when that tokenizer trained; when another did, that one is stored as `tokenizer.json` with what lies beside it. Bytes
@@ -78,7 +78,7 @@ def with_stop_token(settings: dict[str, Any], end_id: int) -> dict[str, Any]:
 
 
 def _write_tokenizer_config(directory: Path, config: Config, tokenizer: Tokenizer) -> None:
-    """Name the special tokens; what is stated stays, but the end token is the one that the run was told to use."""
+    """Name the special tokens; stated ones stay, but the end token is the one that the run was told to use."""
     path = directory / TOKENIZER_CONFIG
     names = _json(directory / TOKENIZER_FILE) or {}
     special = {token["content"]: token["id"] for token in names.get("added_tokens", ()) if token.get("special")}
