@@ -34,7 +34,7 @@ def test_a_fresh_model_says_what_it_takes(run: Path, capsys: pytest.CaptureFixtu
     assert facts["special tokens"] == f"nothing begins and 256 ends a document; the model's: {ids}"
     assert facts["template"] == "none"
     assert facts["context"].startswith("600 tokens, longer documents: split; the model's limit: ")
-    assert facts["compute"] == "float32 on 2 ranks, activations kept"
+    assert facts["compute"] == "float32 on 2 ranks of one CPU process each, activations kept"
     assert facts["model saved"] == "run/model, float32"
     assert any(line.startswith("200 documents -> ") for line in facts)
     assert not (run.parent / "run").exists()

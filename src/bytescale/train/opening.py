@@ -26,7 +26,7 @@ def opening_lines(config: Config, model_config: Any, tokenizer: Tokenizer, world
         "special tokens": _special_tokens(model_config, tokenizer),
         "template": _template(config),
         "context": _context(config, model_config),
-        "compute": f"{config.train.dtype} on {counted(world_size, 'rank')}, {_recomputation(config)}",
+        "compute": f"{config.train.dtype} on {_devices(config, world_size)}, {_recomputation(config)}",
         "model saved": _saved(config),
     }
     width = max(map(len, facts))
@@ -41,7 +41,7 @@ def _model(config: Config, model_config: Any) -> str:
     else:
         origin = "fresh weights, [model.config]"
     layers = counted(model_config.num_hidden_layers, "layer")
-    tied = "tied" if getattr(model_config, "tie_word_embeddings", False) else "not tied"
+    tied = "tied by its configuration" if getattr(model_config, "tie_word_embeddings", False) else "not tied"
     return f"{model_config.model_type} ({origin}), {layers}, vocabulary {model_config.vocab_size:,}, head {tied}"
 
 
@@ -87,6 +87,10 @@ def _context(config: Config, model_config: Any) -> str:
     limit = getattr(model_config, "max_position_embeddings", None)
     line = f"{config.data.max_context:,} tokens, longer documents: {config.data.overlong}"
     return line if limit is None else f"{line}; the model's limit: {limit:,}"
+
+
+def _devices(config: Config, world_size: int) -> str:
+    return f"{counted(world_size, 'rank')} of one {'GPU' if config.train.device == 'cuda' else 'CPU process'} each"
 
 
 def _recomputation(config: Config) -> str:
