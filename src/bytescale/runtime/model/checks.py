@@ -71,6 +71,9 @@ def check_config(config: Any, max_context: int) -> None:
     for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
         if value(key) not in (None, 1, 1.0):
             _refuse(name, f"scaled logits ({key} = {value(key)})", f"set {key} = 1")
+    if value("zero_expert_num"):
+        # A step in which one rank's tokens meet no other expert has no gradient there, and ranks would not agree.
+        _refuse(name, f"experts without weights (zero_expert_num = {value('zero_expert_num')})", "set it to 0")
     if value("output_router_logits"):
         _refuse(name, "a router loss (output_router_logits)", "set output_router_logits = false to train without")
     limit, stated_by = reach(config)
