@@ -6,7 +6,20 @@ import numpy as np
 from hypothesis import strategies as st
 
 from bytescale.plan.step_plan import StepPlan, step_plan
+from bytescale.plan.text import plan_from_text
 from bytescale.plan.zigzag import piece_tokens
+
+
+def drawn(lengths: str, *ranks: str, **scalars: object) -> StepPlan:
+    """The plan with these lengths and one line a rank, written as in `bytescale.plan.text`."""
+    head = " ".join(f"{key}={value}" for key, value in ({"tokens_per_rank": 10**6, "num_layers": 2} | scalars).items())
+    lines = (f"rank {rank}: {line}" for rank, line in enumerate(ranks))
+    return plan_from_text("\n".join([f"plan by-hand: {head}", f"lengths: {lengths}", *lines]))
+
+
+def drawn_in_chunks(lengths: str, *ranks: str, pp_size: int = 2) -> StepPlan:
+    """`drawn` in the layout `chunks`."""
+    return drawn(lengths, *ranks, pp_size=pp_size, layout="chunks", kept_gradient_share=0.25)
 
 
 def plan_of(
@@ -80,6 +93,7 @@ def placed(
     *,
     num_layers: int = 2,
     pp_size: int = 1,
+    tokens_per_rank: int = 10**6,
 ) -> StepPlan:
     """The plan in which sequence i lies on the (rank, micro_batch) pairs of `placement[i]`, in order of cp_index."""
     rows = [
@@ -91,7 +105,7 @@ def placed(
     return step_plan(
         strategy="by-hand",
         hdp_size=hdp_size,
-        tokens_per_rank=10**6,
+        tokens_per_rank=tokens_per_rank,
         num_layers=num_layers,
         pp_size=pp_size,
         lengths=lengths,

@@ -1,4 +1,4 @@
-"""Small corpora, tokenizer files and plans that the tests of this room share."""
+"""Small corpora and tokenizer files that the tests of this room share."""
 
 import json
 from collections.abc import Sequence
@@ -8,8 +8,6 @@ import numpy as np
 
 from bytescale.data import SequenceDataset, build_dataset
 from bytescale.data.cache import TokenCorpus
-from bytescale.plan.step_plan import StepPlan, step_plan
-from bytescale.plan.zigzag import piece_tokens
 
 
 def corpus_of(lengths: Sequence[int]) -> TokenCorpus:
@@ -21,30 +19,6 @@ def corpus_of(lengths: Sequence[int]) -> TokenCorpus:
 def dataset_of(lengths: Sequence[int]) -> SequenceDataset:
     """Sequences of the given lengths, at least 2 each or they are dropped as empty."""
     return build_dataset(corpus_of(lengths), max_context=1 << 40)
-
-
-def placed(
-    lengths: Sequence[int],
-    placement: Sequence[Sequence[tuple[int, int]]],
-    hdp_size: int,
-    tokens_per_rank: int = 1 << 30,
-) -> StepPlan:
-    """The plan in which sequence i lies on the (rank, micro_batch) pairs of placement[i], in order of cp_index."""
-    pieces = [(i, k, *pair) for i, pairs in enumerate(placement) for k, pair in enumerate(pairs)]
-    degrees = [len(placement[i]) for i, *_ in pieces]
-    return step_plan(
-        strategy="by-hand",
-        hdp_size=hdp_size,
-        tokens_per_rank=tokens_per_rank,
-        num_layers=2,
-        lengths=lengths,
-        sequence=[i for i, *_ in pieces],
-        rank=[rank for *_, rank, _ in pieces],
-        micro_batch=[micro_batch for *_, micro_batch in pieces],
-        tokens=[piece_tokens(lengths[i], degree, k) for (i, k, *_), degree in zip(pieces, degrees, strict=True)],
-        cp_degree=degrees,
-        cp_index=[k for _, k, *_ in pieces],
-    )
 
 
 def write_tree(root: Path, files: dict[str, str | bytes]) -> Path:

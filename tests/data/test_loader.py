@@ -10,7 +10,8 @@ from bytescale.data import GlobalBatch, LoaderState, SequenceDataset, TokenMicro
 from bytescale.data.batches import EpochOrder
 from bytescale.errors import UserError
 from bytescale.plan.step_plan import step_plan
-from tests.data.corpora import dataset_of, placed
+from tests.data.corpora import dataset_of
+from tests.plans import placed
 
 LENGTHS = [2, 9, 3, 14, 5, 5, 8, 30, 2, 4, 6]
 

@@ -9,7 +9,8 @@ from bytescale.data import LoaderState, SequenceDataset, StepData, StepLoader, b
 from bytescale.data.steps import Planner
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import PlanError
-from tests.data.corpora import corpus_of, dataset_of, placed
+from tests.data.corpora import corpus_of, dataset_of
+from tests.plans import placed
 
 LENGTHS = [2, 9, 3, 14, 5, 5, 8, 30, 2, 4, 6]
 

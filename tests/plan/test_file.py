@@ -13,7 +13,7 @@ from bytescale.errors import UserError
 from bytescale.plan.file import plan_from_dict, plan_to_dict, read_plan, write_plan
 from bytescale.plan.step_plan import Prediction, StepPlan
 from bytescale.plan.validate import validate
-from tests.plans import plan_of, valid_plans
+from tests.plans import drawn, valid_plans
 
 CONTRACT = {
     "format": "bytescale-plan",
@@ -63,7 +63,7 @@ def test_the_contract_file_reads_and_is_valid(tmp_path: Path) -> None:
 
 def test_prediction_round_trip() -> None:
     predicted = Prediction(1.5, 1.0, np.array([1.5, 0.5]), 1.5, 0.001)
-    plan = plan_from_dict(plan_to_dict(plan_of([5], [[[0]], [[0]]])) | {"predicted": CONTRACT["predicted"]})
+    plan = plan_from_dict(plan_to_dict(drawn("5", "0[0/2]", "0[1/2]")) | {"predicted": CONTRACT["predicted"]})
     assert plan.predicted is not None and plan.predicted.lower_bound_s == 0.52
     assert predicted.rank_time_s.tolist() == [1.5, 0.5]
 

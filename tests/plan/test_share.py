@@ -3,11 +3,11 @@
 import numpy as np
 
 from bytescale.plan.share import rank_share
-from tests.plans import placed
+from tests.plans import drawn
 
 
 def test_the_share_of_every_rank_is_the_plan() -> None:
-    plan = placed([40, 61, 90, 20], [[(0, 0)], [(0, 1), (1, 0)], [(0, 2), (1, 1), (2, 0)], [(1, 1)]], 4)
+    plan = drawn("40 61 90 20", "0 | 1[0/2] | 2[0/3]", "1[1/2] | 2[1/3] 3", "2[2/3]", "")
     seen: list[int] = []
     for rank in range(plan.hdp_size):
         share = rank_share(plan, rank)

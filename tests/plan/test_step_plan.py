@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale.plan.step_plan import StepPlan, step_plan
-from tests.plans import columns_of, plan_of, rebuilt, valid_plans
+from tests.plans import columns_of, drawn, rebuilt, valid_plans
 
 
 @given(valid_plans(), st.randoms(use_true_random=False))
@@ -41,7 +41,7 @@ def test_views_agree_with_the_rows(plan: StepPlan) -> None:
 
 
 def test_an_idle_rank_has_no_micro_batch() -> None:
-    plan = plan_of([5, 6], [[[0], [1]], [], [[1]]])
+    plan = drawn("5 6", "0 | 1[0/2]", "", "1[1/2]")
     assert plan.num_micro_batches().tolist() == [2, 0, 1]
     assert list(plan.micro_batch_rows(1)) == []
     assert plan.sequence_degrees().tolist() == [1, 2]
@@ -66,7 +66,7 @@ def test_block_plans_count_distinct_ranks() -> None:
 
 
 def test_columns_must_fit_together() -> None:
-    good = plan_of([4], [[[0]]])
+    good = drawn("4", "0")
     columns = columns_of(good)
     with pytest.raises(ValueError, match="column rank has 2 rows"):
         rebuilt(good, columns | {"rank": [0, 0]})

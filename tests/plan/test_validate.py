@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bytescale.plan.memory import resident_tokens
 from bytescale.plan.step_plan import StepPlan, step_plan
 from bytescale.plan.validate import PlanError, validate
-from tests.plans import columns_of, plan_of, rebuilt, valid_plans
+from tests.plans import columns_of, drawn, plan_of, rebuilt, valid_plans
 
 Columns = dict[str, list[float]]
 
@@ -35,7 +35,7 @@ def test_waves_of_gangs_may_cycle_in_a_pipeline_but_nothing_else_is_wrong(plan: 
 
 def _base() -> StepPlan:
     """Three ranks: sequence 0 on all, then sequence 1 on two, sequences 2 and 3 whole."""
-    return plan_of([30, 20, 7, 5], [[[0], [1, 2]], [[0], [1]], [[0, 3]]], tokens_per_rank=17)
+    return drawn("30 20 7 5", "0[0/3] | 1[0/2] 2", "0[1/3] | 1[1/2]", "0[2/3] 3", tokens_per_rank=17, num_layers=4)
 
 
 def _set(name: str, sequence: int, value: float) -> Callable[[Columns], None]:
@@ -141,7 +141,7 @@ def test_memory_names_the_micro_batch() -> None:
 
 
 def test_offloading_makes_room_but_two_layers_stay() -> None:
-    plan = plan_of([40], [[[0]]], tokens_per_rank=30)
+    plan = drawn("40", "0", tokens_per_rank=30, num_layers=4)
     columns = columns_of(plan)
     with pytest.raises(PlanError, match="holds 40 tokens"):
         validate(plan)
@@ -207,7 +207,7 @@ def _can_run(gang: set[tuple[int, int]], waiting: dict[int, list[int]]) -> bool:
 
 
 def test_two_micro_batches_of_a_rank_in_one_gang_are_refused() -> None:
-    plan = plan_of([4, 4], [[[0], [1]], [[0, 1]]])
+    plan = drawn("4 4", "0[0/2] | 1[0/2]", "0[1/2] 1[1/2]")
     with pytest.raises(
         PlanError, match=r"rank 0 would have to run micro-batches 0 \(sequence 0\) and 1 at the same time"
     ):
@@ -215,7 +215,7 @@ def test_two_micro_batches_of_a_rank_in_one_gang_are_refused() -> None:
 
 
 def test_opposite_orders_are_a_cycle() -> None:
-    plan = plan_of([4, 4], [[[0], [1]], [[1], [0]]])
+    plan = drawn("4 4", "0[0/2] | 1[0/2]", "1[1/2] | 0[1/2]")
     with pytest.raises(PlanError, match="cycle and would hang") as caught:
         validate(plan)
     words = re.findall(r"sequence (\d) on rank 0, 1", str(caught.value))
@@ -229,7 +229,7 @@ def test_the_same_order_can_still_hang_in_a_pipeline() -> None:
     with pytest.raises(PlanError, match=r"cycle and would hang.* at stage ") as caught:
         validate(plan_of([8, 8, 3], ranks, pp_size=2))
     assert "backward of sequence" in str(caught.value) and "forward of sequence" in str(caught.value)
-    validate(plan_of([8, 8, 3, 3], [[[0], [2], [1]], [[0], [3], [1]]], pp_size=2))
+    validate(drawn("8 8 3 3", "0[0/2] | 2 | 1[0/2]", "0[1/2] | 3 | 1[1/2]", pp_size=2))
 
 
 def _blocks(rank: list[int], begin: list[int], end: list[int]) -> StepPlan:

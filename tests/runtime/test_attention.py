@@ -13,7 +13,7 @@ from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.attention.ring import distributed_attention, merge
 from bytescale.runtime.attention.work import attention_work
 from bytescale.runtime.p2p import PeerToPeer
-from tests.plans import placed
+from tests.plans import drawn, placed
 from tests.ranks import RankPool, Ranks
 
 LENGTHS = (1, 2, 3, 7, 64, 67, 1000, 4097)
@@ -151,7 +151,7 @@ def test_runs_repeat_bit_for_bit(ranks: RankPool) -> None:
 
 def _strided(ranks: Ranks) -> bool:
     """Views of one packed qkv tensor give the gradients of contiguous inputs."""
-    plan = placed([64], [[(0, 0), (1, 0)]], 2)
+    plan = drawn("64", "0[0/2]", "0[1/2]")
     work = attention_work(plan, ranks.rank)[0]
     context = AttentionContext(work, CpuKernel(), PeerToPeer(ranks.group, 60.0, torch.device("cpu")))
     packed = torch.randn(32, 3, 4, HEAD_DIM, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64)
@@ -186,7 +186,7 @@ def test_merge_survives_far_apart_blocks(swap: bool, gap: float, rows: list[int]
 
 
 def test_zigzag_is_per_sequence() -> None:
-    plan = placed([8, 8], [[(0, 0), (1, 0)]] * 2, 2)
+    plan = drawn("8 8", "0[0/2] 1[0/2]", "0[1/2] 1[1/2]")
     offsets = [0, 8]
     owned = [
         int(offsets[plan.pieces.sequence[row]] + p)

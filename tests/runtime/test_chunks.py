@@ -21,35 +21,25 @@ from bytescale.runtime.offload.disk import DiskTier
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.simulator import simulate, step_spans
 from bytescale.train.step import run_step
-from tests.plans import chunked_plans, in_chunks
+from tests.plans import chunked_plans, drawn_in_chunks, in_chunks
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import small_decoder, step_data, train_step, world_of
 from tests.runtime.test_pipeline import check
 
-BOTH = [(0, 0), (1, 0)], [(0, 1), (1, 1)], [(0, 2), (1, 2)]
 # A sequence in three chunks over both pipelines, one in two chunks on one pipeline, whole ones, 5 and 4 micro-batches.
-TWO = in_chunks(
-    [90, 41, 30, 17],
-    [
-        [(35, BOTH[0]), (70, BOTH[1]), (90, BOTH[2])],
-        [(20, [(0, 3)]), (41, [(0, 4)])],
-        [(30, [(1, 3)])],
-        [(17, [(1, 3)])],
-    ],
-    2,
+TWO = drawn_in_chunks(
+    "90 41 30 17",
+    "0@0:35[0/2] | 0@35:70[0/2] | 0@70:90[0/2] | 1@0:20 | 1@20:41",
+    "0@0:35[1/2] | 0@35:70[1/2] | 0@70:90[1/2] | 2@0:30 3@0:17",
 )
 # Three pipelines: uneven chunks on all of them, one packed beside a whole sequence; two units of chunks on one.
-THREE = in_chunks(
-    [80, 25, 33, 12],
-    [
-        [(3, [(2, 0), (0, 0), (1, 0)]), (60, [(2, 1), (0, 1), (1, 1)]), (80, [(2, 2), (0, 2), (1, 2)])],
-        [(25, [(0, 1)])],
-        [(11, [(1, 3)]), (33, [(1, 4)])],
-        [(12, [(2, 3)])],
-    ],
-    3,
+THREE = drawn_in_chunks(
+    "80 25 33 12",
+    "0@0:3[1/3] | 0@3:60[1/3] 1@0:25 | 0@60:80[1/3]",
+    "0@0:3[2/3] | 0@3:60[2/3] | 0@60:80[2/3] | 2@0:11 | 2@11:33",
+    "0@0:3[0/3] | 0@3:60[0/3] | 0@60:80[0/3] | 3@0:12",
 )
-ALONE = in_chunks([60, 20], [[(10, [(0, 0)]), (30, [(0, 1)]), (60, [(0, 2)])], [(20, [(0, 3)])]], 1)
+ALONE = drawn_in_chunks("60 20", "0@0:10 | 0@10:30 | 0@30:60 | 1@0:20")
 
 
 @pytest.mark.parametrize("plan", [TWO, THREE, ALONE], ids=["2x2", "2x3", "2x1"])
@@ -61,7 +51,7 @@ def test_gradients_are_those_of_whole_sequences(ranks: RankPool, plan: StepPlan,
 
 
 def test_three_stages_and_tied_embeddings(ranks: RankPool) -> None:
-    three = in_chunks([60, 31], [[(20, BOTH[0]), (60, BOTH[1])], [(31, [(0, 2)])]], 2, pp_size=3)
+    three = drawn_in_chunks("60 31", "0@0:20[0/2] | 0@20:60[0/2] | 1@0:31", "0@0:20[1/2] | 0@20:60[1/2]", pp_size=3)
     check(ranks, three, "llama", 1e-12, num_hidden_layers=4, tie_word_embeddings=True)
 
 
@@ -162,6 +152,6 @@ def test_gradients_reach_the_chunk_that_made_the_keys_and_nothing_is_left() -> N
 
 
 def test_chunks_without_a_token_somewhere_are_refused() -> None:
-    plan = in_chunks([20], [[(1, BOTH[0]), (20, BOTH[1])]], 2)
+    plan = drawn_in_chunks("20", "0@0:1[0/2] | 0@1:20[0/2]", "0@0:1[1/2] | 0@1:20[1/2]")
     with pytest.raises(ValueError, match="a chunk of it has no token on rank"):
         validate(plan)

@@ -14,7 +14,7 @@ from bytescale.runtime.attention.ring import distributed_attention
 from bytescale.runtime.attention.work import attention_work
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.train.agreement import check_same_step
-from tests.plans import placed, valid_plans
+from tests.plans import drawn, placed, valid_plans
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import small_decoder, step_data, train_step, world_of
 
@@ -107,7 +107,7 @@ def _wait_for_nobody(ranks: Ranks) -> str:
     comm = world_of(ranks, timeout_s=1.0).comm
     if ranks.rank != 0:
         return ""
-    plan = placed([64], [[(0, 0), (1, 0)]], 2)
+    plan = drawn("64", "0[0/2]", "0[1/2]")
     context = AttentionContext(attention_work(plan, 0)[0], CpuKernel(), comm)
     x_TND = torch.randn(32, 4, 8)
     try:

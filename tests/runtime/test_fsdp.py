@@ -24,7 +24,7 @@ from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.world import ShardGroups
 from bytescale.train.optimizer import make_optimizer
 from bytescale.train.step import run_step
-from tests.plans import placed
+from tests.plans import drawn, placed
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import reference_step, small_decoder, step_data, world_of
 
@@ -113,7 +113,7 @@ def _step(ranks: Ranks, shard_size: int, architecture: str, extra: dict[str, Any
     ("architecture", "extra"), [("llama", {"tie_word_embeddings": True}), ("mixtral", {}), ("qwen3", {})]
 )
 def test_any_shards_give_the_same_step(ranks: RankPool, architecture: str, extra: dict[str, Any]) -> None:
-    plan = placed([61, 40, 9, 30], [[(0, 0), (1, 0), (2, 0)], [(3, 0), (1, 1)], [(2, 1)], [(3, 1)]], 4)
+    plan = drawn("61 40 9 30", "0[0/3]", "0[1/3] | 1[1/2]", "0[2/3] | 2", "1[0/2] | 3")
     _, expected = reference_step(plan, architecture=architecture, master=torch.float32, **extra)
     whole_norm = float(torch.nn.utils.get_total_norm(list(expected.values())))
     states = []

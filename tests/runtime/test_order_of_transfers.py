@@ -14,7 +14,7 @@ import pytest
 from bytescale.plan.order import BACKWARD, FORWARD, rank_order
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import PlanError, validate
-from tests.plans import in_chunks, placed, plan_of
+from tests.plans import drawn, drawn_in_chunks, in_chunks, placed, plan_of
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import train_step
 from tests.runtime.recorder import (
@@ -150,9 +150,9 @@ def test_every_connection_is_made_at_the_start() -> None:
             assert all(len(post.sends) == len(post.receives) == 1 for post in posts[:num_opening])
 
 
-SHARED = placed([40, 61, 90, 20], [[(0, 0)], [(0, 1), (1, 0)], [(0, 2)], [(0, 2)]], 2, pp_size=2, num_layers=4)
-RING = placed([40, 61, 9], [[(0, 0), (1, 0), (2, 0)], [(1, 1), (2, 1)], [(0, 0)]], 3, num_layers=4)
-CHUNKS = in_chunks([60, 20], [[(30, [(0, 0), (1, 0)]), (60, [(0, 1), (1, 1)])], [(20, [(1, 2)])]], 2)
+SHARED = drawn("40 61 90 20", "0 | 1[0/2] | 2 3", "1[1/2]", num_layers=4, pp_size=2)
+RING = drawn("40 61 9", "0[0/3] 2", "0[1/3] | 1[0/2]", "0[2/3] | 1[1/2]", num_layers=4)
+CHUNKS = drawn_in_chunks("60 20", "0@0:30[0/2] | 0@30:60[0/2]", "0@0:30[1/2] | 0@30:60[1/2] | 1@0:20")
 
 
 def _posted(ranks: Ranks, plan: StepPlan, checkpointing: bool) -> Program:

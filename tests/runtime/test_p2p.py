@@ -16,7 +16,7 @@ from bytescale.runtime.p2p import PeerToPeer
 from bytescale.runtime.pipeline import _Stage
 from bytescale.runtime.transport import Message
 from bytescale.runtime.waits import WaitLog
-from tests.plans import placed
+from tests.plans import drawn
 from tests.runtime.recorder import CPU, Program, Recording, recorded_world
 
 
@@ -113,7 +113,7 @@ def test_waits_on_a_stream_add_up_per_operation_with_a_bounded_number_of_events(
 )
 def test_a_stage_sends_only_what_its_neighbour_expects(output: torch.Tensor, words: str) -> None:
     log: Program = []
-    world = recorded_world(placed([5], [[(0, 0)]], 1, pp_size=2), 0, log)
+    world = recorded_world(drawn("5", "0", pp_size=2), 0, log)
     model: Any = SimpleNamespace(
         compute_dtype=torch.float32, decoder=SimpleNamespace(config=SimpleNamespace(hidden_size=4))
     )

@@ -12,7 +12,7 @@ from bytescale.runtime.model.decoder import LossModel, build_decoder
 from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.model.probe import probe
 from bytescale.runtime.model.stages import stage_model
-from tests.plans import in_chunks, placed
+from tests.plans import drawn, drawn_in_chunks
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import SIZES, even_stages, reference_of, step_of
 
@@ -125,8 +125,8 @@ def _worst(ranks: Ranks, model_type: str, plan: Any, checkpointing: bool) -> flo
 # Experts are not computed in fp64; the sweep of all architectures has them in fp32.
 @pytest.mark.parametrize("model_type", [name for name in ENTRY if name != "granitemoe"])
 def test_gradients_in_stages_and_chunks_are_those_of_one_process(ranks: RankPool, model_type: str) -> None:
-    whole = placed([60, 20], [[(0, 0)], [(0, 1)]], 1, pp_size=2)
-    chunks = in_chunks([60, 20], [[(10, [(0, 0)]), (30, [(0, 1)]), (60, [(0, 2)])], [(20, [(0, 3)])]], 1)
+    whole = drawn("60 20", "0 | 1", pp_size=2)
+    chunks = drawn_in_chunks("60 20", "0@0:10 | 0@10:30 | 0@30:60 | 1@0:20")
     assert max(ranks.run(2, _worst, model_type, whole, False)) < 1e-5
     for checkpointing in (False, True):
         assert max(ranks.run(2, _worst, model_type, chunks, checkpointing)) < 1e-5

@@ -9,18 +9,14 @@ import torch
 from bytescale.cost import attention_bytes
 from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.device import TORCH_DTYPES
-from tests.plans import placed
+from tests.plans import drawn, placed
 from tests.ranks import RankPool
 from tests.runtime.models import ARCHITECTURES, SIZES, reference_step, train_step
 
 # A micro-batch holding a slice of a long sequence and whole short ones; one that is the last on one rank and the first
 # on another; counts 3, 2, 1, 0: the last rank is idle.
-UNEQUAL = placed(
-    [40, 61, 90, 20, 7, 2],
-    [[(0, 0)], [(0, 1), (1, 0)], [(0, 2), (1, 1), (2, 0)], [(1, 1)], [(2, 0)], [(1, 0)]],
-    4,
-)
-WIDE = placed([101, 64, 5], [[(2, 0), (0, 0), (1, 0)], [(0, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)]], 3)
+UNEQUAL = drawn("40 61 90 20 7 2", "0 | 1[0/2] | 2[0/3]", "1[1/2] 5 | 2[1/3] 3", "2[2/3] 4", "")
+WIDE = drawn("101 64 5", "0[1/3] 1[0/2] | 2[0/3]", "0[2/3] | 2[1/3]", "0[0/3] 1[1/2] | 2[2/3]")
 
 
 def check(plan: StepPlan, results: list[Any], reference: tuple[float, dict[str, torch.Tensor]], bound: float) -> None:
@@ -61,7 +57,7 @@ def test_fp64_is_exact(ranks: RankPool, tied: bool, checkpointing: bool) -> None
 
 def test_bf16_compute_with_fp32_states(ranks: RankPool) -> None:
     loss, gradients = reference_step(UNEQUAL)
-    single = ranks.run(1, _step, placed([40, 61, 90, 20, 7, 2], [[(0, i)] for i in range(6)], 1), "llama", _BF16)[0]
+    single = ranks.run(1, _step, drawn("40 61 90 20 7 2", "0 | 1 | 2 | 3 | 4 | 5"), "llama", _BF16)[0]
     for ours_loss, ours, _ in ranks.run(4, _step, UNEQUAL, "llama", _BF16):
         assert abs(ours_loss - loss) <= 2e-3 * loss
         for name, gradient in gradients.items():
@@ -92,8 +88,8 @@ def test_targets_are_counted_once_over_all_ranks(ranks: RankPool, lengths: list[
 
 
 def test_two_micro_batches_add_up(ranks: RankPool) -> None:
-    together = placed([64, 64], [[(0, 0), (1, 0)], [(0, 0), (1, 0)]], 2)
-    apart = placed([64, 64], [[(0, 0), (1, 0)], [(0, 1), (1, 1)]], 2)
+    together = drawn("64 64", "0[0/2] 1[0/2]", "0[1/2] 1[1/2]")
+    apart = drawn("64 64", "0[0/2] | 1[0/2]", "0[1/2] | 1[1/2]")
     reference = reference_step(together)
     for plan in (together, apart):
         check(plan, ranks.run(2, _step, plan, "llama", {}), reference, 1e-5)
@@ -102,7 +98,9 @@ def test_two_micro_batches_add_up(ranks: RankPool) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_sent_bytes_are_those_of_the_traffic_model(ranks: RankPool, checkpointing: bool) -> None:
     kv_bytes = 2 * SIZES["num_key_value_heads"] * (SIZES["hidden_size"] // SIZES["num_attention_heads"]) * 4
-    tiny = placed([1, 3, 7], [[(r, 0) for r in range(4)]] * 3, 4)
+    tiny = drawn(
+        "1 3 7", "0[0/4] 1[0/4] 2[0/4]", "0[1/4] 1[1/4] 2[1/4]", "0[2/4] 1[2/4] 2[2/4]", "0[3/4] 1[3/4] 2[3/4]"
+    )
     for plan in (UNEQUAL, WIDE, tiny):
         results = ranks.run(plan.hdp_size, _step, plan, "llama", {"checkpointing": checkpointing})
         sent = sum(result.bytes_sent for _, _, result in results)
@@ -110,6 +108,6 @@ def test_sent_bytes_are_those_of_the_traffic_model(ranks: RankPool, checkpointin
 
 
 def test_a_rank_without_work_has_the_same_gradients(ranks: RankPool) -> None:
-    plan = placed([30], [[(1, 0)]], 3)
+    plan = drawn("30", "", "0", "")
     check(plan, ranks.run(3, _step, plan, "mixtral", {}), reference_of(plan, "mixtral"), 1e-5)
     assert np.array_equal(plan.num_micro_batches(), [0, 1, 0])

@@ -1,12 +1,8 @@
 """Small plans and cost models with times that can be computed by hand."""
 
-from collections.abc import Sequence
-
-import numpy as np
-
 from bytescale.cost.model import CostModel, DirectionCost, Link
-from bytescale.plan.step_plan import StepPlan, step_plan
-from bytescale.plan.zigzag import piece_tokens
+from bytescale.plan.step_plan import StepPlan
+from tests.plans import drawn
 
 FREE = Link(0.0, float("inf"))
 
@@ -35,34 +31,6 @@ def linear_cost(
     )
 
 
-def plan_of(
-    placements: Sequence[tuple[int, Sequence[tuple[int, int]]]],
-    *,
-    hdp_size: int,
-    pp_size: int = 1,
-    num_layers: int = 1,
-    ratio: float = 0.0,
-) -> StepPlan:
-    """A plan from (length, [(rank, micro-batch) of each piece]) per sequence."""
-    rows = [
-        (number, rank, micro_batch, len(places), index)
-        for number, (_, places) in enumerate(placements)
-        for index, (rank, micro_batch) in enumerate(places)
-    ]
-    lengths = np.array([length for length, _ in placements])
-    sequence, rank, micro_batch, degree, index = (np.array(column) for column in zip(*rows, strict=True))
-    return step_plan(
-        strategy="by hand",
-        hdp_size=hdp_size,
-        pp_size=pp_size,
-        tokens_per_rank=int(lengths.sum()),
-        num_layers=num_layers,
-        lengths=lengths,
-        sequence=sequence,
-        rank=rank,
-        micro_batch=micro_batch,
-        tokens=piece_tokens(lengths[sequence], degree, index),
-        offload_ratio=ratio,
-        cp_degree=degree,
-        cp_index=index,
-    )
+def one_layer(lengths: str, *ranks: str, **scalars: object) -> StepPlan:
+    """`drawn` with a single layer."""
+    return drawn(lengths, *ranks, num_layers=1, **scalars)

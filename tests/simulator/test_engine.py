@@ -13,11 +13,11 @@ from bytescale.cost.predict import predict
 from bytescale.lengths.source import length_source
 from bytescale.planner import plan as make_plan
 from bytescale.simulator import StepOverheads, shares, simulate, step_overheads, stratified_batches
-from tests.simulator.plans import linear_cost, plan_of
+from tests.simulator.plans import linear_cost, one_layer
 
 
 def test_one_rank_runs_its_micro_batches_one_after_another() -> None:
-    step = simulate(plan_of([(10, [(0, 0)]), (4, [(0, 1)])], hdp_size=1), linear_cost())
+    step = simulate(one_layer("10 4", "0 | 1"), linear_cost())
     assert step.step_time_s == 42.0
     assert step.operations.start_s[0, :, 0].tolist() == [0.0, 30.0]
     assert step.operations.end_s[1, :, 0].tolist() == [30.0, 42.0]
@@ -28,7 +28,7 @@ def test_one_rank_runs_its_micro_batches_one_after_another() -> None:
 def test_two_ranks_share_a_sequence() -> None:
     # 5 tokens a rank; one ring step of 3 s + 5 bytes / (1 byte/s) = 8 s, of which 0 s are hidden: no attention.
     cost = linear_cost(link=Link(3.0, 1.0))
-    step = simulate(plan_of([(10, [(0, 0), (1, 0)])], hdp_size=2), cost)
+    step = simulate(one_layer("10", "0[0/2]", "0[1/2]"), cost)
     assert step.step_time_s == (5 + 8) + (10 + 8)
     assert step.ranks.communication_s[:, 0].tolist() == [16.0, 16.0]
     assert step.ranks.transfer_s[:, 0].tolist() == [16.0, 16.0]
@@ -37,7 +37,7 @@ def test_two_ranks_share_a_sequence() -> None:
 def test_a_ring_step_takes_the_larger_of_compute_and_transfer() -> None:
     # Blocks of 5 tokens: 0.4 * 25 = 10 s forward, 20 s backward; transfer 13 s.
     cost = linear_cost(square=0.4, link=Link(8.0, 1.0))
-    step = simulate(plan_of([(10, [(0, 0), (1, 0)])], hdp_size=2), cost)
+    step = simulate(one_layer("10", "0[0/2]", "0[1/2]"), cost)
     forward, backward = 5 + 10 + 13, 10 + 20 + 20
     assert step.step_time_s == forward + backward
     assert step.ranks.communication_s[0, 0] == 3.0
@@ -45,19 +45,19 @@ def test_a_ring_step_takes_the_larger_of_compute_and_transfer() -> None:
 
 def test_the_floor_of_a_ring_step() -> None:
     cost = linear_cost(link=Link(0.0, 1e9), floor_s=4.0)
-    step = simulate(plan_of([(10, [(0, 0), (1, 0)])], hdp_size=2), cost)
+    step = simulate(one_layer("10", "0[0/2]", "0[1/2]"), cost)
     assert step.step_time_s == pytest.approx((5 + 4) + (10 + 4))
 
 
 def test_rings_of_one_micro_batch_advance_together() -> None:
     # Two sequences over the same two ranks pay one step, not two.
     cost = linear_cost(link=Link(8.0, 1.0))
-    step = simulate(plan_of([(10, [(0, 0), (1, 0)]), (6, [(0, 0), (1, 0)])], hdp_size=2), cost)
+    step = simulate(one_layer("10 6", "0[0/2] 1[0/2]", "0[1/2] 1[1/2]"), cost)
     assert step.step_time_s == (8 + 8 + 8) + (16 + 8 + 8)
 
 
 def test_a_gang_waits_for_its_last_member() -> None:
-    plan = plan_of([(10, [(0, 0)]), (8, [(0, 1), (1, 0)]), (1, [(1, 1)])], hdp_size=2)
+    plan = one_layer("10 8 1", "0 | 1[0/2]", "1[1/2] | 2")
     step = simulate(plan, linear_cost())
     # Rank 1 waits 30 s for rank 0, both run 4 tokens, then rank 1 runs one more.
     assert step.step_time_s == 30 + 12 + 3
@@ -66,7 +66,7 @@ def test_a_gang_waits_for_its_last_member() -> None:
 
 
 def test_a_gang_lasts_as_long_as_its_slowest_member() -> None:
-    plan = plan_of([(8, [(0, 0), (1, 0)]), (5, [(1, 0)])], hdp_size=2)
+    plan = one_layer("8 5", "0[0/2]", "0[1/2] 1")
     step = simulate(plan, linear_cost())
     assert step.step_time_s == 27.0
     assert step.ranks.gang_wait_s[:, 0].tolist() == [15.0, 0.0]
@@ -74,7 +74,7 @@ def test_a_gang_lasts_as_long_as_its_slowest_member() -> None:
 
 def test_1f1b_with_two_stages_and_three_micro_batches() -> None:
     # Forward 1 s, backward 2 s a stage: F0 F1 | B0 F2 | B1 | B2 on stage 0.
-    plan = plan_of([(1, [(0, 0)]), (1, [(0, 1)]), (1, [(0, 2)])], hdp_size=1, pp_size=2)
+    plan = one_layer("1 1 1", "0 | 1 | 2", pp_size=2)
     step = simulate(plan, linear_cost(num_layers=2))
     start = step.operations.start_s
     assert start[0, :, 1].tolist() == [1.0, 4.0, 7.0]
@@ -86,7 +86,7 @@ def test_1f1b_with_two_stages_and_three_micro_batches() -> None:
 
 
 def test_unequal_counts_of_micro_batches() -> None:
-    plan = plan_of([(1, [(0, 0)]), (1, [(0, 1)]), (1, [(0, 2)]), (5, [(1, 0)])], hdp_size=2, pp_size=2)
+    plan = one_layer("1 1 1 5", "0 | 1 | 2", "3", pp_size=2)
     step = simulate(plan, linear_cost(num_layers=2))
     # One micro-batch of 5 tokens crosses: 5 + 5 + 10 + 10 = 30 s; the other pipeline is done after 12 s.
     assert step.step_time_s == 30.0
@@ -95,14 +95,14 @@ def test_unequal_counts_of_micro_batches() -> None:
 
 
 def test_hidden_states_travel_between_stages() -> None:
-    plan = plan_of([(4, [(0, 0)])], hdp_size=1, pp_size=2)
+    plan = one_layer("4", "0", pp_size=2)
     extra = StepOverheads(stage_link=Link(1.0, 2.0), stage_bytes_per_token=3.0)
     step = simulate(plan, linear_cost(num_layers=2), extra)
     assert step.step_time_s == 4 + 7 + 4 + 8 + 7 + 8
 
 
 def test_copies_hide_behind_compute_or_are_exposed() -> None:
-    plan = plan_of([(8, [(0, 0)])], hdp_size=1, ratio=0.5)
+    plan = one_layer("8", "0~0.5")
     hidden = simulate(plan, linear_cost(copy_bytes_per_s=1.0))
     assert hidden.step_time_s == 24.0
     assert hidden.ranks.d2h_s.tolist() == [[4.0]]
@@ -113,7 +113,7 @@ def test_copies_hide_behind_compute_or_are_exposed() -> None:
 
 
 def test_fixed_parts_of_a_step_and_what_prefetching_hides() -> None:
-    plan = plan_of([(1, [(0, 0)])], hdp_size=1)
+    plan = one_layer("1", "0")
     extra = StepOverheads(gather_s=1.0, reduce_s=2.0, update_s=3.0, loading_s=4.0, planning_s=6.0)
     assert simulate(plan, linear_cost(), extra).step_time_s == 3 + 6 + 1
     without = StepOverheads(loading_s=4.0, planning_s=6.0, prefetch=False)
@@ -121,12 +121,12 @@ def test_fixed_parts_of_a_step_and_what_prefetching_hides() -> None:
 
 
 def test_an_idle_rank_waits_the_whole_step() -> None:
-    step = simulate(plan_of([(2, [(1, 0)])], hdp_size=3), linear_cost())
+    step = simulate(one_layer("2", "", "0", ""), linear_cost())
     assert step.ranks.dp_bubble_s[:, 0].tolist() == [6.0, 0.0, 6.0]
 
 
 def test_a_slower_rank_takes_longer() -> None:
-    step = simulate(plan_of([(2, [(0, 0)]), (2, [(1, 0)])], hdp_size=2), linear_cost(), rank_speed=np.array([0.5, 1.5]))
+    step = simulate(one_layer("2 2", "0", "1"), linear_cost(), rank_speed=np.array([0.5, 1.5]))
     assert step.ranks.compute_s[:, 0].tolist() == [12.0, 4.0]
 
 

@@ -33,7 +33,8 @@ from bytescale.simulator.memory import HOST_SHARE, layer_bytes_per_token, state_
 from bytescale.simulator.outcome import model_flops
 from bytescale.simulator.workload import split_overlong
 from bytescale.trace import trace_to_dict, write_trace
-from tests.simulator.plans import linear_cost, plan_of
+from tests.plans import drawn
+from tests.simulator.plans import linear_cost, one_layer
 from tests.traces import check_trace
 
 K = 1024
@@ -78,7 +79,7 @@ def test_collectives_grow_with_bytes_and_ranks() -> None:
 
 def test_peak_memory_counts_micro_batches_in_flight() -> None:
     model, cost = model_shape("llama-7b"), preset_cost("llama-7b", "h100")
-    plan = plan_of([(10, [(0, 0)]), (30, [(0, 1)]), (20, [(0, 2)])], hdp_size=2, pp_size=2, num_layers=16)
+    plan = drawn("10 30 20", "0 | 1 | 2", "", num_layers=16, pp_size=2)
     memory = peak_memory(plan, model, cost)
     per_token = 16 * layer_bytes_per_token(model, cost)
     # The first stage holds two micro-batches at once, the last one.
@@ -153,7 +154,7 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 
 def test_ulysses_exchanges_heads_and_rings_the_rest() -> None:
     cost = linear_cost(square=0.0, link=Link(0.0, 1.0))
-    plan = plan_of([(8, [(r, 0) for r in range(4)])], hdp_size=4)
+    plan = one_layer("8", "0[0/4]", "0[1/4]", "0[2/4]", "0[3/4]")
     all_heads = Ulysses(num_heads=4, num_kv_heads=4, query_bytes_per_token=3.0)
     step = simulate(plan, cost, ulysses=all_heads)
     # 2 tokens a rank, (3 + 1) bytes a token, three quarters leave: 6 s forward, twice that backward.
@@ -173,7 +174,7 @@ def test_components_add_up() -> None:
 
 def test_mfu_counts_the_real_squares() -> None:
     model = model_shape("llama-7b")
-    plan = plan_of([(1000, [(0, 0)]), (3000, [(0, 1)])], hdp_size=1, num_layers=32)
+    plan = drawn("1000 3000", "0 | 1", num_layers=32)
     layer = model.linear_flops_per_token * 4000 + model.attention_flops_per_square * (1000**2 + 3000**2)
     assert model_flops(plan, model) == pytest.approx(3 * (32 * layer + model.head_flops_per_token * 4000))
     step = simulate(plan, linear_cost())
@@ -212,7 +213,7 @@ GOLDEN = Path(__file__).parent / "golden_trace.json"
 
 
 def golden_spans() -> list[object]:
-    plan = plan_of([(4, [(0, 0), (1, 0)]), (3, [(0, 1)]), (6, [(1, 1)])], hdp_size=2, pp_size=2, ratio=0.5)
+    plan = one_layer("4 3 6", "0[0/2]~0.5 | 1~0.5", "0[1/2]~0.5 | 2~0.5", pp_size=2)
     cost = linear_cost(square=0.25, link=Link(1.0, 2.0), num_layers=2, copy_bytes_per_s=0.5)
     extra = StepOverheads(
         gather_s=1.0, reduce_s=2.0, update_s=0.5, stage_link=Link(0.5, 4.0), stage_bytes_per_token=2.0

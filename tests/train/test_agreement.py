@@ -12,7 +12,7 @@ from bytescale.config.toml import load_config
 from bytescale.errors import UserError
 from bytescale.train.agreement import check_same_run, dataset_digest, run_facts, step_digest, weights_digest
 from tests.data.corpora import dataset_of
-from tests.plans import columns_of, placed, rebuilt
+from tests.plans import columns_of, drawn, rebuilt
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import step_data, world_of
 from tests.train.runs import write_run
@@ -77,11 +77,11 @@ def test_digests_see_what_they_should() -> None:
 
 
 def test_the_digest_of_a_step_covers_sequences_placement_and_offloading() -> None:
-    plan = placed([6, 7], [[(0, 0)], [(0, 1), (1, 0)]], 2)
+    plan = drawn("6 7", "0 | 1[0/2]", "1[1/2]")
     data = step_data(plan, 0)
     other_sequences = replace(data, batch=replace(data.batch, sequence_ids=data.batch.sequence_ids + 1))
     ratio = rebuilt(plan, columns_of(plan) | {"offload_ratio": [0.5, 0.0, 0.0]})
-    moved = placed([6, 7], [[(1, 1)], [(0, 0), (1, 0)]], 2)
+    moved = drawn("6 7", "1[0/2]", "1[1/2] | 0")
     digests = {step_digest(d) for d in (data, other_sequences, step_data(ratio, 0), step_data(moved, 0))}
     assert len(digests) == 4
     assert step_digest(data) == step_digest(step_data(plan, 1))
