@@ -19,4 +19,8 @@ def test_its_commands_are_sound(tmp_path: Path) -> None:
         known = ("--nproc", "--out", "--max-length", "--rounds")
         options = [word for pair in zip(words[2::2], words[3::2], strict=True) if pair[0] not in known for word in pair]
         overrides, rest = parse_overrides(options, ())
-        assert not rest and load_config(Path(words[1]), overrides).train.device == "cpu"
+        assert not rest
+        config = load_config(Path(words[1]), overrides)
+        assert config.train.device == "cpu"
+        # One rank alone must hold the longest sequence: nobody knows how many GPUs there will be.
+        assert words[0] == "profile" or config.plan.tokens_per_rank >= config.data.max_context
