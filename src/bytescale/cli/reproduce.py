@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 
 import click
@@ -17,7 +18,6 @@ from rich.console import Console
 from bytescale.cli.planning import wide_console
 from bytescale.errors import UserError, nearest
 from bytescale.files import write_text_atomically
-from bytescale.reproduction.calibration import CALIBRATION_FILE
 from bytescale.reproduction.catalogue import FIGURES, Request
 from bytescale.reproduction.page.document import reproduction_page
 from bytescale.reproduction.page.plots import draw_figure
@@ -60,7 +60,8 @@ def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None
     if as_json:
         click.echo(json.dumps([row.to_dict() for name in names for row in rows[name]]))
         return
-    click.echo(f"constants: {CALIBRATION_FILE}; published figures: src/bytescale/reproduction/published.toml")
+    where = resources.files("bytescale.reproduction")
+    click.echo(f"constants: {where / 'calibration.toml'}; published figures: {where / 'published.toml'}")
 
 
 @contextmanager
