@@ -270,3 +270,15 @@ def test_chunked_says_when_nothing_was_chunked(stages: str, why: str, tmp_path: 
     words = ["--lengths", str(lengths), "--ranks", "2", "--pp-size", stages, "--strategy", "chunked"]
     assert main(["plan", *words]) == 0
     assert why in capsys.readouterr().out
+
+
+def test_a_tilde_is_home_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "l.json").write_text("[100, 200]")
+    run(plan, "--lengths=~/l.json", "--ranks", "2", "--out=~/plan.json")
+    assert read_plan(tmp_path / "plan.json").lengths.tolist() == [100, 200]
+    run(lengths, "~/l.json", "--json")
+    with pytest.raises(UserError, match="no such home"):
+        run(plan, "--lengths=~nobody-here/l.json", "--ranks", "2")
+    with pytest.raises(UserError, match=f"cannot read profile {tmp_path}/p.json"):
+        run(plan, "--lengths=~/l.json", "--ranks", "2", "--profile=~/p.json")

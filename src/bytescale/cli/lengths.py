@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from bytescale.arrays import IntArray
+from bytescale.cli.paths import UserPath, at_home
 from bytescale.cli.planning import TokenCount, wide_console
 from bytescale.errors import UserError, counted
 from bytescale.lengths.source import draw, draw_batch, length_source
@@ -26,8 +27,8 @@ _SAMPLE = 1_000_000
 @click.option("--batch-tokens", type=TokenCount(), help="Draw one batch of this many tokens.")
 @click.option("--batch-sequences", type=click.IntRange(min=1), help="Draw this many sequences.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the lengths here as a JSON list.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the histogram here (.png, .svg).")
+@click.option("--out", type=UserPath(), help="Write the lengths here as a JSON list.")
+@click.option("--plot", type=UserPath(), help="Draw the histogram here (.png, .svg).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")
 def lengths(
     source: str | None,
@@ -49,7 +50,7 @@ def lengths(
         raise UserError("give a file of lengths or a named distribution such as github")
     if batch_tokens is not None and batch_sequences is not None:
         raise UserError("give --batch-tokens or --batch-sequences, not both")
-    chosen = length_source(text)
+    chosen = length_source(at_home(text))
     rng = np.random.default_rng(seed)
     if batch_tokens is not None or batch_sequences is not None:
         values = draw_batch(chosen, rng, tokens=batch_tokens, sequences=batch_sequences)

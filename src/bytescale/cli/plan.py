@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from bytescale.cli.machine import described_machine, memory_figures, misfit
+from bytescale.cli.paths import UserPath
 from bytescale.cli.planning import is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
 from bytescale.plan.file import read_plan, write_plan
@@ -29,11 +30,9 @@ _STRATEGY_HELP = "How to place: " + ", ".join(STRATEGIES) + "."
 @click.command("plan")
 @planning_options
 @click.option("--strategy", default="best", show_default=True, help=_STRATEGY_HELP)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the plan file here.")
-@click.option("--check", type=click.Path(path_type=Path), help="Validate this plan file and do nothing else.")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), help="Draw ranks by time here (.png, .svg); needs bytescale[report]."
-)
+@click.option("--out", type=UserPath(), help="Write the plan file here.")
+@click.option("--check", type=UserPath(), help="Validate this plan file and do nothing else.")
+@click.option("--plot", type=UserPath(), help="Draw ranks by time here (.png, .svg); needs bytescale[report].")
 @click.option("--allow-blocks", is_flag=True, help="Let best return a block plan, which train cannot run.")
 @click.option("--explain", is_flag=True, help="Say why the longest sequences got their degree.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from bytescale.arrays import IntArray
+from bytescale.cli.paths import UserPath, at_home
 from bytescale.config.quantities import EXAMPLES, parse_quantity
 from bytescale.cost import CostModel, dense_flops, preset_cost
 from bytescale.cost.presets import cluster_spec, model_shape
@@ -115,7 +116,7 @@ _OPTIONS = (
         help="A file of `bytescale profile` in place of model and cluster, or dense-flops: s*(12h + s), h = 4096.",
     ),
     click.option("--offload", default="auto", show_default=True, help="auto, off, or one ratio in [0, 1]."),
-    click.option("--rank-speed", type=click.Path(path_type=Path), help="File with a relative speed for each rank."),
+    click.option("--rank-speed", type=UserPath(), help="File with a relative speed for each rank."),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the drawn batch and of any search."),
 )
 
@@ -176,7 +177,7 @@ def request(
     if seed < 0:
         raise UserError(f"--seed is {seed}; it must be at least 0")
     return Request(
-        source=length_source(lengths),
+        source=length_source(at_home(lengths)),
         ranks=ranks,
         pp_size=pp_size,
         tp_size=tp_size,
@@ -212,7 +213,7 @@ def chosen_profile(cost_name: str | None) -> Profile | None:
     """The profile that `--profile` names, None where it names none."""
     if cost_name is None or cost_name in COSTS:
         return None
-    path = Path(cost_name)
+    path = Path(at_home(cost_name))
     return read_profile(path) if path.suffix == ".json" or path.exists() else None
 
 

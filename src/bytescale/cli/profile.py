@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from bytescale import __version__
+from bytescale.cli.paths import UserPath
 from bytescale.cli.planning import TokenCount
 from bytescale.cli.ranks import run_ranks, show_failure
 from bytescale.config.schema import Config
@@ -35,7 +36,7 @@ from bytescale.report.svg import Series, line_chart
     context_settings={"ignore_unknown_options": True},
     options_metavar="CONFIG [--out FILE] [--max-length N] [--rounds N] [--nproc N] [--section.key value ...]",
 )
-@click.option("--out", type=click.Path(path_type=Path), default="profile.json", show_default=True, help="Profile file.")
+@click.option("--out", type=UserPath(), default="profile.json", show_default=True, help="Profile file.")
 @click.option("--max-length", type=TokenCount(), help="Longest length measured [default: data.max_context].")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Runs of every point; the best one counts.")
 @click.option("--nproc", type=int, help="Number of local ranks [default: 2; 1 with a single GPU].")

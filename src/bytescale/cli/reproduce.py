@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from bytescale.cli.paths import UserPath
 from bytescale.cli.planning import wide_console
 from bytescale.errors import UserError, nearest
 from bytescale.files import write_text_atomically
@@ -29,8 +30,8 @@ from bytescale.reproduction.systems import NUM_BATCHES
 @click.command("reproduce")
 @click.argument("figure", default="all", metavar="[FIGURE]")
 @click.option("--batches", "num_batches", type=click.IntRange(min=1), default=NUM_BATCHES, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Directory for CSV files and pictures.")
-@click.option("--page", type=click.Path(path_type=Path), help="Write the page of tables and pictures here (Markdown).")
+@click.option("--out", type=UserPath(), help="Directory for CSV files and pictures.")
+@click.option("--page", type=UserPath(), help="Write the page of tables and pictures here (Markdown).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list of rows and nothing else.")
 def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None, as_json: bool) -> None:
     """Compute a published figure and print ours, the paper's and the ratio.

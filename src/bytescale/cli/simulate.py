@@ -13,6 +13,7 @@ import click
 
 from bytescale.arrays import ceil_div
 from bytescale.cli.machine import Machine, described_machine, memory_figures, misfit
+from bytescale.cli.paths import UserPath
 from bytescale.cli.planning import Request, is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
 from bytescale.plan.file import prediction_to_dict, read_plan
@@ -35,7 +36,7 @@ from bytescale.trace import write_trace
 
 
 @click.command("simulate")
-@click.argument("plan_file", required=False, type=click.Path(path_type=Path), metavar="[PLAN]")
+@click.argument("plan_file", required=False, type=UserPath(), metavar="[PLAN]")
 @planning_options
 @click.option("--strategy", default="best", show_default=True, help="How to place, where no PLAN is given.")
 @click.option("--batches", "num_batches", type=click.IntRange(min=1), default=1, show_default=True)
@@ -44,11 +45,9 @@ from bytescale.trace import write_trace
 @click.option("--loading-ms", type=click.FloatRange(min=0), default=0.0, help="Reading a batch.")
 @click.option("--no-prefetch", is_flag=True, help="Loading and planning do not overlap the step before.")
 @click.option("--bare", is_flag=True, help="Micro-batches alone: no collectives, no transfers between stages.")
-@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome/Perfetto trace of --trace-ranks.")
+@click.option("--trace", type=UserPath(), help="Write a Chrome/Perfetto trace of --trace-ranks.")
 @click.option("--trace-ranks", default="0-7", show_default=True, help="Ranks of trace and plot, such as 0-3,8.")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), help="Draw the timeline here (.png, .svg); needs bytescale[report]."
-)
+@click.option("--plot", type=UserPath(), help="Draw the timeline here (.png, .svg); needs bytescale[report].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else.")
 def simulate_command(
     plan_file: Path | None,
