@@ -6,9 +6,13 @@ brought to the disk with the directory. Cost: two waits for the disk a file.
 
 import contextlib
 import errno
+import hashlib
 import os
 import tempfile
 from pathlib import Path
+
+DIGEST_BYTES = 20
+"""Of a checksum, BLAKE2b."""
 
 StrPath = str | os.PathLike[str]
 
@@ -51,6 +55,12 @@ def sync_tree(directory: Path) -> None:
         if not path.is_symlink():
             sync(path)
     sync(directory)
+
+
+def file_digest(path: Path) -> str:
+    """Checksum of a file's contents, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()
 
 
 def current_umask() -> int:

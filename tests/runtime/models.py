@@ -14,13 +14,12 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.zigzag import piece_positions
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import full_gradients, shard_model
-from bytescale.runtime.model.decoder import build_decoder, recompute_layers
+from bytescale.runtime.model.decoder import LossModel, build_decoder, recompute_layers
 from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.model.stages import layer_ranges, stage_model
 from bytescale.runtime.p2p import PeerToPeer
 from bytescale.runtime.transport import Transport, transport_of
 from bytescale.runtime.world import World, open_pipe
-from bytescale.train.saving.checkpoint import with_whole_names
 from bytescale.train.step import StepResult, run_step
 from tests.ranks import Ranks
 
@@ -165,7 +164,14 @@ def step_of(
     data = step_data(plan, world.hdp_rank, masked)
     result = run_step(model, CpuKernel(), world, data)
     loss = float(world.all_gather_numbers([result.loss_sum]).sum()) / data.batch.total_targets
-    return loss, with_whole_names(full_gradients(model), stages[world.stage]), result
+    return loss, whole_gradients(model), result
+
+
+def whole_gradients(model: LossModel) -> dict[str, torch.Tensor]:
+    """Whole gradients by their names in the whole model; those of a tied head on its own stage keep the head's."""
+    head = model.copied_weight()
+    names = {f"decoder.{n}": n if p is head else model.whole_name(n) for n, p in model.decoder.named_parameters()}
+    return {f"decoder.{names[name]}": gradient.clone() for name, gradient in full_gradients(model).items()}
 
 
 def even_stages(decoder: Any, pp_size: int) -> list[range]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from bytescale.checkpoint.weights_file import WeightsFile, split_by_size
 from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, TrainConfig
 from bytescale.config.tokenizer import own_tokenizer, settle_tokenizer
 from bytescale.data import load_tokenizer
@@ -24,7 +25,6 @@ from bytescale.runtime.model.stages import layer_ranges, stage_model
 from bytescale.train.prepare import model_and_tokenizer
 from bytescale.train.saving.checkpoint import check_shared, save_model, saved_config
 from bytescale.train.saving.side_files import write_side_files
-from bytescale.train.saving.weights_file import WeightsFile, split_by_size
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import small_decoder, world_of
 

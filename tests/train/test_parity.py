@@ -13,13 +13,12 @@ from bytescale.cost import dense_flops
 from bytescale.data import StepLoader
 from bytescale.planner import plan
 from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.fsdp import full_gradients, shard_model
+from bytescale.runtime.fsdp import shard_model
 from bytescale.train.prepare import Planner, prepare
-from bytescale.train.saving.checkpoint import with_whole_names
 from bytescale.train.step import run_step
 from bytescale.train.trainer import build_model
 from tests.ranks import RankPool, Ranks
-from tests.runtime.models import world_of
+from tests.runtime.models import whole_gradients, world_of
 from tests.train.runs import metrics, train, weights, write_run
 
 pytestmark = pytest.mark.long
@@ -100,8 +99,7 @@ def _gradients(
         for data in loader:
             layouts.add(data.plan.layout)
             run_step(model, CpuKernel(), world, data)
-            gradients = {name: g.clone() for name, g in full_gradients(model).items()}
-            results.append(with_whole_names(gradients, prepared.stages[world.stage]))
+            results.append(whole_gradients(model))
             model.zero_grad()
     assert layout is None or layout in layouts
     return results

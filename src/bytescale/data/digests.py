@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bytescale.data.documents import unreadable
-from bytescale.files import write_text_atomically
+from bytescale.files import file_digest, write_text_atomically
 from bytescale.locks import locked
 
 TICK_NS = 2_000_000_000
@@ -76,8 +76,7 @@ def _add(known: _Known, path: Path) -> str:
     """Read the file, which may have changed in the meantime, and record it."""
     state, read_ns = _state(path), time.time_ns()
     try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+        digest = file_digest(path)
     except OSError as error:
         raise unreadable(path, error) from error
     others = [entry for entry in known.get(str(path), []) if entry.state != state]

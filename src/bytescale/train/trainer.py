@@ -204,12 +204,7 @@ class Trainer:
 
     def _num_parameters(self) -> float:
         """Of this stage; a weight that the ends of the pipeline share counts once."""
-        return float(sum(p.numel() for p in self.model.parameters() if p is not self._shared_weight()))
-
-    def _shared_weight(self) -> torch.nn.Parameter | None:
-        """On the last of several stages the head, where it is the first stage's embedding; else None."""
-        is_copy = self.model.is_tied and self.world.stage == self.world.pp_size - 1 > 0
-        return self.model.end_weight() if is_copy else None
+        return float(sum(p.numel() for p in self.model.parameters() if p is not self.model.copied_weight()))
 
     @contextmanager
     def _reporter(self) -> Iterator[Reporter | None]:
@@ -240,7 +235,7 @@ class Trainer:
     def _gradient_norm(self, step: int) -> float:
         """Norm over this stage; a weight that the ends of the pipeline share counts once."""
         with collective(self.world.rank, f"step {step}: gradient norm"):
-            return float(gradient_norm(self.model, without=self._shared_weight()))
+            return float(gradient_norm(self.model, without=self.model.copied_weight()))
 
     def _update(self, step: int, agreed: Agreed) -> Span:
         """Move the weights, unless loss or gradients are not finite; they then stay as before the step."""

@@ -8,7 +8,7 @@ wraps a decoder so that embedding, layers, head and loss are one module, which F
 Shapes: T rows of the micro-batch, no padding, no batch dimension outside this file.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -42,11 +42,21 @@ class LossModel(nn.Module):
         decoder: the model; of a stage what `stage_model` left of it.
         is_first, is_last: which ends the decoder has.
         tied: what the whole decoder said of its ends, where this one lacks one.
+        names: what parameters and buffers of a stage are called in the whole decoder.
     """
 
-    def __init__(self, decoder: Any, *, is_first: bool = True, is_last: bool = True, tied: bool | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Any,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+        tied: bool | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
         self.decoder = decoder
+        self._names = names
         self.is_first, self.is_last = is_first, is_last
         self.is_tied = is_tied(decoder) if tied is None else tied
         self.compute_dtype = next(decoder.parameters()).dtype
@@ -94,6 +104,14 @@ class LossModel(nn.Module):
         module = self.decoder.get_input_embeddings() if self.is_first else self.decoder.get_output_embeddings()
         weight: nn.Parameter = module.weight
         return weight
+
+    def copied_weight(self) -> nn.Parameter | None:
+        """The weight here that belongs to another stage: a tied head that the embedding is not beside; else None."""
+        return self.end_weight() if self.is_tied and self.is_last and not self.is_first else None
+
+    def whole_name(self, name: str) -> str:
+        """What the parameter or buffer `name` of `decoder` is called in the whole model."""
+        return name if self._names is None else self._names[name]
 
     def one_token(self, device: torch.device) -> Tensor:
         """An input of a single row, for a forward that only has to touch every parameter."""

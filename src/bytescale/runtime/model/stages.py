@@ -73,7 +73,15 @@ def stage_model(decoder: Any, stages: Sequence[range], stage: int) -> LossModel:
     if not is_last:
         setattr(part_base, norm, nn.Identity())
         setattr(part, head, None)
-    return LossModel(part, is_first=is_first, is_last=is_last, tied=is_tied(decoder))
+    return LossModel(part, is_first=is_first, is_last=is_last, tied=is_tied(decoder), names=_whole_names(part, decoder))
+
+
+def _whole_names(part: Any, decoder: Any) -> dict[str, str]:
+    """Names in `part` -> names in `decoder`; a weight that two modules of `decoder` share has the first one's."""
+    names: dict[int, str] = {}
+    for name, tensor in decoder.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), name)
+    return {name: names[id(tensor)] for name, tensor in part.state_dict(keep_vars=True).items()}
 
 
 def _config_of(config: Any, layers: range) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from bytescale.checkpoint.weights_file import TensorSpec, WeightsFile, num_bytes, split_by_size
 from bytescale.config.schema import BYTE_TOKENIZER, Config
 from bytescale.config.tokenizer import TRAINED_BY, is_own
 from bytescale.errors import RunError, UserError
@@ -32,7 +33,6 @@ from bytescale.train.prepare import Prepared
 from bytescale.train.run_dir import is_seen, writing
 from bytescale.train.saving.model_dir import replacing, under_way
 from bytescale.train.saving.side_files import write_side_files
-from bytescale.train.saving.weights_file import TensorSpec, WeightsFile, num_bytes, split_by_size
 
 MAX_FILE_BYTES = 50 * 1000**3
 """Largest file of weights, as in Transformers."""
@@ -56,7 +56,7 @@ def save_model(
     """
     writes = world.hdp_rank == 0
     dtype = TORCH_DTYPES[config.train.dtype]
-    groups = list(_groups(model, prepared.stages[world.stage]))
+    groups = list(_groups(model))
     files = split_by_size([spec for group in groups for spec in _specs(model, group, dtype)], max_file_bytes)
     with writing(target), replacing(target) if world.rank == 0 else nullcontext(under_way(target)) as directory:
         # The directory exists before anyone passes this line.
@@ -120,25 +120,15 @@ def saved_config(model: LossModel, prepared: Prepared, config: Config) -> Any:
     return result
 
 
-def with_whole_names(state: dict[str, torch.Tensor], layers: range) -> dict[str, torch.Tensor]:
-    """Names as in the whole model, where this stage's layer 0 is `layers[0]`."""
-
-    def whole(match: re.Match[str]) -> str:
-        return f"{match[1]}layers.{layers[int(match[2])]}."
-
-    return {re.sub(r"(^|\.)layers\.(\d+)\.", whole, name, count=1): tensor for name, tensor in state.items()}
-
-
-def _groups(model: LossModel, layers: range) -> Iterator[Group]:
+def _groups(model: LossModel) -> Iterator[Group]:
     """The parameters of this stage, in order: each alone, or those of a layer where they are stored rearranged."""
-    state = with_whole_names(model.decoder.state_dict(keep_vars=True), layers)
     ignored = set(getattr(model.decoder, "_keys_to_ignore_on_save", None) or ())
-    head = model.decoder.get_output_embeddings()
+    copied = model.copied_weight()
     seen: set[int] = set()
     by_layer: dict[str, Group] = {}
-    for name, tensor in state.items():
-        is_copy = model.is_tied and not model.is_first and head is not None and tensor is head.weight
-        if name in ignored or id(tensor) in seen or is_copy:
+    for name, tensor in model.decoder.state_dict(keep_vars=True).items():
+        name = model.whole_name(name)
+        if name in ignored or id(tensor) in seen or tensor is copied:
             continue
         seen.add(id(tensor))
         match = re.search(r"(^|\.)layers\.\d+\.", name)

@@ -1,0 +1,1 @@
+"""Checkpoints of a run in slices: what each rank holds, how it is stored, and how any layout reads it back."""
