@@ -1,6 +1,7 @@
 """Configuration files and overrides: what is read, what is refused and in which words."""
 
 import ast
+import inspect
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.config import schema
 from bytescale.config.schema import Config
 from bytescale.config.tokenizer import is_own
 from bytescale.config.toml import config_keys, load_config, parse_overrides, write_config
@@ -55,6 +55,7 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
         *("train.steps", "train.lr", "train.min_lr_ratio", "train.warmup_steps", "train.weight_decay"),
         *("train.beta1", "train.beta2", "train.grad_clip", "train.device", "train.dtype"),
         *("train.activation_checkpointing", "train.seed", "train.compute_threads", "train.on_nonfinite"),
+        *("eval.every", "eval.source", "eval.path", "eval.tokens", "eval.sequences"),
         *("run.dir", "run.overwrite", "run.save_model", "run.comm_timeout_s"),
     ]
 
@@ -63,7 +64,8 @@ def field_texts() -> dict[str, str]:
     """`section.key` -> the words under its field in the schema."""
     sections = {kind.__name__: name for name, kind in get_type_hints(Config).items()}
     texts = {}
-    for node in ast.parse(Path(schema.__file__).read_text()).body:
+    files = {Path(inspect.getfile(kind)) for kind in get_type_hints(Config).values()}
+    for node in (node for file in files for node in ast.parse(file.read_text()).body):
         if isinstance(node, ast.ClassDef) and node.name in sections:
             for declared, below in pairwise(node.body):
                 if isinstance(declared, ast.AnnAssign) and isinstance(below, ast.Expr):
@@ -247,7 +249,16 @@ def test_words_that_are_no_options_are_returned() -> None:
     assert [(override.option, override.text) for override in overrides] == [("--train.lr", "-1e-3"), ("--x.y", "1")]
 
 
-PATH_KEYS = ["model.path", "data.path", "data.tokenizer", "data.cache_dir", "plan.profile", "offload.dir", "run.dir"]
+PATH_KEYS = [
+    "model.path",
+    "data.path",
+    "data.tokenizer",
+    "data.cache_dir",
+    "plan.profile",
+    "offload.dir",
+    "eval.path",
+    "run.dir",
+]
 
 
 @pytest.mark.parametrize("key", PATH_KEYS)

@@ -9,10 +9,10 @@ text is read: `path` is a place in the file system, `unit` a size or a time that
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from bytescale.config.quantities import Unit
-from bytescale.errors import UserError
+from bytescale.config.fields import path_field, require, require_at_least, require_choice, unit_field
+from bytescale.config.run import RunConfig
 
 Source = Literal["text-tree", "jsonl", "parquet", "python-stdlib"]
 Overlong = Literal["split", "drop", "error"]
@@ -27,33 +27,6 @@ BYTE_TOKENIZER = "byte"
 MAX_RATE = 1e9
 """Far above any rate that trains, and safe to multiply in float32."""
 
-MAX_COMM_TIMEOUT_S = 30 * 24 * 3600
-"""Far above any real wait, and within what the communication libraries can count."""
-
-
-def _path(default: Any = None, *, words: tuple[str, ...] = (), glob: bool = False) -> Any:
-    """A field that holds a place in the file system, or one of `words`; with `glob` a pattern of places too."""
-    return field(default=default, metadata={"path": True, "words": words, "glob": glob})
-
-
-def _unit(unit: Unit, default: Any = None) -> Any:
-    """A field that may be written with a unit."""
-    return field(default=default, metadata={"unit": unit})
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
-def _require_at_least(key: str, value: float | None, least: int) -> None:
-    _require(value is None or value >= least, f"{key} = {value}; it must be at least {least}")
-
-
-def _require_choice(key: str, value: str, choices: Any) -> None:
-    known = get_args(choices)
-    _require(value in known, f"{key} = {value!r} is unknown; choose one of {', '.join(known)}")
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -63,7 +36,7 @@ class ModelConfig:
     """a built-in configuration with fresh weights: `llama-tiny`, `llama-125m`, `llama-1b`; with a tokenizer file it
     takes the vocabulary of that"""
 
-    path: str | None = _path()
+    path: str | None = path_field()
     """a local checkpoint directory: `config.json` and safetensors"""
 
     config: dict[str, Any] | None = None
@@ -73,7 +46,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         given = [name for name in ("preset", "path", "config") if getattr(self, name) is not None]
-        _require(
+        require(
             len(given) == 1,
             f"[model] needs exactly one of preset, path, config; given: {', '.join(given) or 'none'}",
         )
@@ -87,7 +60,7 @@ class DataConfig:
     """`text-tree` (a directory of text files), `jsonl`, `parquet`, or `python-stdlib` (the `.py` files of the running
     interpreter)"""
 
-    path: str | None = _path(glob=True)
+    path: str | None = path_field(glob=True)
     """directory, file or glob; not needed by `python-stdlib`"""
 
     glob: str = "**/*"
@@ -96,7 +69,7 @@ class DataConfig:
     text_field: str = "text"
     """JSON key or parquet column"""
 
-    tokenizer: str | None = _path(words=(BYTE_TOKENIZER,))
+    tokenizer: str | None = path_field(words=(BYTE_TOKENIZER,))
     """`byte` (ids 0-255 are the bytes, 256 ends a document), a `tokenizer.json` file or a directory with one. Left out,
     a checkpoint uses its own and a fresh model `byte`"""
 
@@ -107,20 +80,20 @@ class DataConfig:
     """token that opens every document, for `tokenizer.json` files: `true` for the one that the file itself puts in
     front of a text, or a token, or its id"""
 
-    max_context: int = _unit("tokens", 8192)
+    max_context: int = unit_field("tokens", 8192)
     """longest sequence, in tokens"""
 
     overlong: Overlong = "split"
     """longer documents: `split`, `drop` or `error`; counted and shown"""
 
-    cache_dir: str | None = _path()
+    cache_dir: str | None = path_field()
     """directory of tokenised data, shared by the ranks of a node"""
 
     def __post_init__(self) -> None:
-        _require_choice("data.source", self.source, Source)
-        _require_choice("data.overlong", self.overlong, Overlong)
-        _require_at_least("data.max_context", self.max_context, 2)
-        _require(
+        require_choice("data.source", self.source, Source)
+        require_choice("data.overlong", self.overlong, Overlong)
+        require_at_least("data.max_context", self.max_context, 2)
+        require(
             self.source == "python-stdlib" or self.path is not None, f'data.source = "{self.source}" needs data.path'
         )
 
@@ -129,7 +102,7 @@ class DataConfig:
 class BatchConfig:
     """Size of the global batch: exactly one of tokens and sequences. Independent of the number of ranks."""
 
-    tokens: int | None = _unit("tokens")
+    tokens: int | None = unit_field("tokens")
     """tokens of the global batch"""
 
     sequences: int | None = None
@@ -137,8 +110,8 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         given = [value for value in (self.tokens, self.sequences) if value is not None]
-        _require(len(given) == 1, "[batch] needs exactly one of tokens and sequences")
-        _require(given[0] >= 1, f"[batch] must ask for at least 1, not {given[0]}")
+        require(len(given) == 1, "[batch] needs exactly one of tokens and sequences")
+        require(given[0] >= 1, f"[batch] must ask for at least 1, not {given[0]}")
 
 
 @dataclass(frozen=True)
@@ -160,7 +133,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("pp_size", "tp_size", "hdp_size", "shard_size"):
-            _require_at_least(f"parallel.{name}", getattr(self, name), 1)
+            require_at_least(f"parallel.{name}", getattr(self, name), 1)
 
     def check_world_size(self, world_size: int) -> None:
         """Whether `world_size` ranks make this mesh.
@@ -171,19 +144,19 @@ class ParallelConfig:
         pp, tp, hdp = self.pp_size, self.tp_size, self.hdp_size
         ranks = f"{world_size} rank{'s' * (world_size != 1)}"
         needed = pp * tp * (hdp or 1)
-        _require(
+        require(
             hdp is None or needed == world_size,
             f"pp_size * tp_size * hdp_size = {pp} * {tp} * {hdp} = {needed}, but the world has {ranks}: start {needed} "
             f"(--nproc {needed}) or change [parallel]",
         )
-        _require(
+        require(
             world_size % (pp * tp) == 0,
             f"a world of {ranks} cannot be cut into pp_size * tp_size = {pp} * {tp}: start a multiple of {pp * tp}",
         )
         hdp = world_size // (pp * tp)
         shard = self.shard_size or hdp
         below = max(size for size in range(1, min(shard, hdp) + 1) if hdp % size == 0)
-        _require(
+        require(
             hdp % shard == 0,
             f"parallel.shard_size = {shard} does not divide hdp_size = {hdp}; the next smaller that does is {below}",
         )
@@ -196,45 +169,45 @@ class PlanConfig:
     strategy: str = "best"
     """how sequences are placed"""
 
-    tokens_per_rank: int = _unit("tokens", 8192)
+    tokens_per_rank: int = unit_field("tokens", 8192)
     """activation capacity of a rank for one micro-batch, in tokens"""
 
     offload: str | float = "auto"
     """`auto`: per sequence, by Eq. 3 of the paper; `off`; or a ratio in 0..1 for every piece. Without a
     profile `auto` is `off` on CUDA, and on a CPU offloads only what the ranks cannot hold otherwise"""
 
-    profile: str | None = _path()
+    profile: str | None = path_field()
     """file that `bytescale profile` made of this model on this machine; without one costs are estimated from the
     model's shape"""
 
     def __post_init__(self) -> None:
-        _require_at_least("plan.tokens_per_rank", self.tokens_per_rank, 1)
+        require_at_least("plan.tokens_per_rank", self.tokens_per_rank, 1)
         if isinstance(self.offload, str):
-            _require(
+            require(
                 self.offload in ("auto", "off"), f"plan.offload = {self.offload!r}; it is auto, off or a number in 0..1"
             )
         else:
-            _require(0 <= self.offload <= 1, f"plan.offload = {self.offload}; a ratio lies in 0..1")
+            require(0 <= self.offload <= 1, f"plan.offload = {self.offload}; a ratio lies in 0..1")
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
     """Where offloaded activations go; whether anything is offloaded says `plan.offload`."""
 
-    dir: str | None = _path()
+    dir: str | None = path_field()
     """directory of the offload file, on machines without CUDA; a local disk, never a memory file system"""
 
-    limit_bytes: int | None = _unit("bytes")
+    limit_bytes: int | None = unit_field("bytes")
     """most bytes of one rank there (with CUDA: in pinned host memory); 0 offloads nothing. By default shared by the
     ranks of the machine"""
 
-    min_bytes: int = _unit("bytes", 1 << 16)
+    min_bytes: int = unit_field("bytes", 1 << 16)
     """smaller tensors stay"""
 
     def __post_init__(self) -> None:
-        _require(self.dir is None or self.dir != "", "offload.dir is empty; leave it out to use run.dir")
-        _require_at_least("offload.limit_bytes", self.limit_bytes, 0)
-        _require_at_least("offload.min_bytes", self.min_bytes, 1)
+        require(self.dir is None or self.dir != "", "offload.dir is empty; leave it out to use run.dir")
+        require_at_least("offload.limit_bytes", self.limit_bytes, 0)
+        require_at_least("offload.min_bytes", self.min_bytes, 1)
 
 
 @dataclass(frozen=True)
@@ -287,46 +260,54 @@ class TrainConfig:
     `skip` leaves the update of the step out and counts it."""
 
     def __post_init__(self) -> None:
-        _require_choice("train.device", self.device, Device)
-        _require_choice("train.dtype", self.dtype, DType)
-        _require_choice("train.activation_checkpointing", self.activation_checkpointing, Checkpointing)
-        _require_choice("train.on_nonfinite", self.on_nonfinite, OnNonfinite)
+        require_choice("train.device", self.device, Device)
+        require_choice("train.dtype", self.dtype, DType)
+        require_choice("train.activation_checkpointing", self.activation_checkpointing, Checkpointing)
+        require_choice("train.on_nonfinite", self.on_nonfinite, OnNonfinite)
         for name in ("steps", "compute_threads"):
-            _require_at_least(f"train.{name}", getattr(self, name), 1)
+            require_at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("warmup_steps", "weight_decay", "grad_clip", "seed"):
-            _require_at_least(f"train.{name}", getattr(self, name), 0)
-        _require(0 < self.lr <= MAX_RATE, f"train.lr = {self.lr}; it must be above 0 and at most {MAX_RATE:g}")
-        _require(
+            require_at_least(f"train.{name}", getattr(self, name), 0)
+        require(0 < self.lr <= MAX_RATE, f"train.lr = {self.lr}; it must be above 0 and at most {MAX_RATE:g}")
+        require(
             self.weight_decay <= MAX_RATE, f"train.weight_decay = {self.weight_decay}; it must be at most {MAX_RATE:g}"
         )
-        _require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio = {self.min_lr_ratio}; it lies in 0..1")
+        require(0 <= self.min_lr_ratio <= 1, f"train.min_lr_ratio = {self.min_lr_ratio}; it lies in 0..1")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            _require(0 <= value < 1, f"train.{name} = {value}; it must be at least 0 and below 1")
+            require(0 <= value < 1, f"train.{name} = {value}; it must be at least 0 and below 1")
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """Where a run writes, and how long a rank waits for another before it gives up."""
+class EvalConfig:
+    """The loss on documents that are not trained on. Without held-out documents nothing is evaluated."""
 
-    dir: str = _path("runs/default")
-    """run directory"""
+    every: int = 0
+    """steps between evaluations; one follows the last step in any case, 0 is that one alone"""
 
-    overwrite: bool = False
-    """replace the results of an earlier run in `run.dir`, all of them, its model included; otherwise a directory that
-    holds some is refused"""
+    source: Source | None = None
+    """kind of the held-out documents' source, as `data.source`, which it is by default"""
 
-    save_model: bool = True
-    """write the trained model to `model/` in the run directory"""
+    path: str | None = path_field(glob=True)
+    """held-out documents: directory, file or glob; read, tokenised and cut as `[data]` says"""
 
-    comm_timeout_s: float = _unit("seconds", 600.0)
-    """how long a rank waits for another before it gives up; while ranks prepare, how long one may be silent"""
+    tokens: int | None = unit_field("tokens")
+    """most tokens of an evaluation, the same sequences every time; without this or `sequences` all are taken"""
+
+    sequences: int | None = None
+    """most sequences of an evaluation"""
 
     def __post_init__(self) -> None:
-        _require(
-            0 < self.comm_timeout_s <= MAX_COMM_TIMEOUT_S,
-            f"run.comm_timeout_s = {self.comm_timeout_s}; it must be above 0 and at most {MAX_COMM_TIMEOUT_S}",
-        )
+        require_at_least("eval.every", self.every, 0)
+        if self.source is not None:
+            require_choice("eval.source", self.source, Source)
+            require(
+                self.source == "python-stdlib" or self.path is not None,
+                f'eval.source = "{self.source}" needs eval.path',
+            )
+        for name in ("tokens", "sequences"):
+            require_at_least(f"eval.{name}", getattr(self, name), 1)
+        require(self.tokens is None or self.sequences is None, "[eval] takes tokens or sequences, not both")
 
 
 @dataclass(frozen=True)
@@ -340,4 +321,5 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)

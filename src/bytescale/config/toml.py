@@ -31,7 +31,11 @@ from bytescale.config.tokenizer import settle_tokenizer
 from bytescale.errors import UserError, nearest
 from bytescale.files import write_text_atomically
 
-_EXCLUSIVE = {"model": ("preset", "path", "config"), "batch": ("tokens", "sequences")}
+_EXCLUSIVE = {
+    "model": ("preset", "path", "config"),
+    "batch": ("tokens", "sequences"),
+    "eval": ("tokens", "sequences"),
+}
 _INTEGER_LIMIT = 1 << 63
 _EXPECTED = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", dict: "a table"}
 

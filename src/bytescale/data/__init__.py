@@ -9,26 +9,30 @@ Needs numpy alone; `tokenizers` and `pyarrow` are imported when a configuration 
         for step in loader: ...
 """
 
-from bytescale.data.batches import GlobalBatch, LoaderState, next_batch, repetition_notes
+from bytescale.data.batches import EpochOrder, GlobalBatch, LoaderState, cut_batch, next_batch, repetition_notes
 from bytescale.data.dataset import DatasetCounts, SequenceDataset, build_dataset, open_dataset
 from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batch
-from bytescale.data.steps import StepData, StepLoader
+from bytescale.data.steps import StepData, StepLoader, StepSource, prepared_batches
 from bytescale.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
 
 __all__ = [
     "DatasetCounts",
+    "EpochOrder",
     "GlobalBatch",
     "LoaderState",
     "SequenceDataset",
     "StepData",
     "StepLoader",
+    "StepSource",
     "TokenMicroBatch",
     "Tokenizer",
     "build_dataset",
     "check_vocab",
+    "cut_batch",
     "load_tokenizer",
     "next_batch",
     "open_dataset",
+    "prepared_batches",
     "read_micro_batch",
     "repetition_notes",
 ]

@@ -132,6 +132,21 @@ def next_batch(
     return batch, LoaderState(epoch=epoch, position=position)
 
 
+def cut_batch(batch: GlobalBatch, batch_config: BatchConfig) -> list[GlobalBatch]:
+    """The sequences of `batch` in its order, as batches of the size of `batch_config`; the last may be smaller."""
+    room = batch_config.sequences if batch_config.sequences is not None else batch_config.tokens
+    assert room is not None
+    sizes = batch.lengths if batch_config.tokens is not None else np.ones_like(batch.lengths)
+    used = np.concatenate([[0], np.cumsum(sizes)])
+    parts, begin = [], 0
+    while begin < len(batch):
+        end = max(begin + 1, int(np.searchsorted(used, used[begin] + room, side="right")) - 1)
+        columns = (batch.sequence_ids, batch.lengths, batch.num_targets)
+        parts.append(GlobalBatch(*(column[begin:end] for column in columns)))
+        begin = end
+    return parts
+
+
 def repetition_notes(dataset: SequenceDataset, batch_config: BatchConfig, num_steps: int) -> tuple[str, ...]:
     """Lines about data that a step, or the whole run, takes more than once; none where it takes it once at most."""
     if batch_config.tokens is not None:

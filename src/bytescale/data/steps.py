@@ -7,9 +7,10 @@ more. Cost: the memory of that step.
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ Planner = Callable[[IntArray], StepPlan]
 """Makes the plan of a global batch from its lengths; must be deterministic, since every rank calls its own."""
 
 CLOSE_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +87,7 @@ class StepSource:
 
 
 def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: threading.Event) -> StepData:
-    """Lengths, plan, proof, pieces: everything in a step that comes before the model.
+    """Draw and prepare: everything in a step that comes before the model.
 
     Args:
         source: where from.
@@ -96,6 +99,21 @@ def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: t
         PlanError: the planner made a plan that cannot be run.
     """
     batch, state_after, num_skipped = _draw(source, state, cancelled)
+    return dataclasses.replace(prepare_batch(source, step, batch, state_after), num_skipped=num_skipped)
+
+
+def prepare_batch(source: StepSource, step: int, batch: GlobalBatch, state_after: LoaderState) -> StepData:
+    """Lengths, plan, proof, pieces: one global batch made ready for one rank.
+
+    Args:
+        source: where from.
+        step: its number.
+        batch: the sequences.
+        state_after: where in the data the next batch begins.
+
+    Raises:
+        PlanError: the planner made a plan that cannot be run.
+    """
     begin_s = time.perf_counter()
     plan = source.planner(batch.lengths)
     validate(plan)
@@ -105,7 +123,7 @@ def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: t
     share = rank_share(plan, source.hdp_rank)
     tokens = tuple(read_micro_batch(source.dataset, batch, plan, micro_batch.rows) for micro_batch in share)
     static_bytes = source.static_bytes(batch.lengths) if source.static_bytes is not None else None
-    return StepData(step, batch, share, tokens, plan_time_s, 0.0, state_after, num_skipped, static_bytes)
+    return StepData(step, batch, share, tokens, plan_time_s, 0.0, state_after, static_bytes=static_bytes)
 
 
 def _draw(source: StepSource, state: LoaderState, cancelled: threading.Event) -> tuple[GlobalBatch, LoaderState, int]:
@@ -191,20 +209,39 @@ class StepLoader:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def _start(self, state: LoaderState) -> None:
-        """Prepare the next step on a thread of its own, whose only link to us is the future that it fills."""
+        """Prepare the next step on a thread of its own."""
         if self._end_step is not None and self._next_step >= self._end_step:
             self._pending = None
             return
-        pending: Future[StepData] = Future()
         step = self._next_step
+        self._pending, self._thread = in_background(lambda: prepare_step(self._source, step, state, self._closed))
 
-        def run() -> None:
-            try:
-                pending.set_result(prepare_step(self._source, step, state, self._closed))
-            except BaseException as error:
-                pending.set_exception(error)
 
-        self._pending = pending
-        # A daemon: a planner that never returns must not keep a failed process alive.
-        self._thread = threading.Thread(target=run, name="bytescale-loader", daemon=True)
-        self._thread.start()
+def prepared_batches(source: StepSource, batches: Sequence[GlobalBatch]) -> Iterator[StepData]:
+    """Given batches, numbered from 1, each prepared on a thread while the one before it runs."""
+
+    def begin(step: int) -> Future[StepData]:
+        return in_background(lambda: prepare_batch(source, step, batches[step - 1], LoaderState()))[0]
+
+    pending = begin(1)
+    for step in range(1, len(batches) + 1):
+        data = pending.result()
+        if step < len(batches):
+            pending = begin(step + 1)
+        yield data
+
+
+def in_background(function: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
+    """What `function` will return or raise, and the thread that runs it, whose only link to us is the future."""
+    pending: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            pending.set_result(function())
+        except BaseException as error:
+            pending.set_exception(error)
+
+    # A daemon: a planner that never returns must not keep a failed process alive.
+    thread = threading.Thread(target=run, name="bytescale-loader", daemon=True)
+    thread.start()
+    return pending, thread

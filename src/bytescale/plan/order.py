@@ -128,6 +128,15 @@ def rank_order(plan: StepPlan, rank: int, stage: int) -> list[tuple[int, int]]:
     return one_f_one_b(sum(sizes[rank]), plan.pp_size, stage, sizes[rank], longest)
 
 
+def forward_order(plan: StepPlan, rank: int) -> list[tuple[int, int]]:
+    """Operations of one rank, on every stage, where nothing runs backwards: those of `rank_order` without the rest.
+
+    A plan that can be executed can be executed so, even where a send waits until the next stage has received what was
+    sent before: whatever waits then, waits for an earlier gang or for the same one on an earlier stage.
+    """
+    return [(number, FORWARD) for number in range(int(plan.num_micro_batches()[rank]))]
+
+
 def stage_orders(plan: StepPlan) -> Iterator[tuple[IntArray, int, IntArray]]:
     """The order of operations of every rank and stage, ranks with the same order together.
 

@@ -5,15 +5,17 @@ from a copied run directory. The trainer uses the progress lines and stores the 
 writes the report.
 """
 
-from bytescale.report.progress import Progress, StepLine, progress_line
+from bytescale.report.progress import EvaluationLine, Progress, StepLine, evaluation_line, progress_line
 from bytescale.report.run_report import write_report
 from bytescale.report.summary import RunIdentity, RunSummary, read_summary, summary_table, write_summary
 
 __all__ = [
+    "EvaluationLine",
     "Progress",
     "RunIdentity",
     "RunSummary",
     "StepLine",
+    "evaluation_line",
     "progress_line",
     "read_summary",
     "summary_table",

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from bytescale.errors import counted
 from bytescale.report import units
 from bytescale.report.output import say, silence
 
@@ -41,6 +42,30 @@ def progress_line(line: StepLine) -> str:
             f"degrees<={line.cp_degree_max}",
             f"micro-batches {low}" + (f"-{high}" if high != low else ""),
             f"imbalance {line.imbalance:.2f}",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationLine:
+    """What the line of an evaluation after `step` shows; `tokens` are targets."""
+
+    step: int
+    steps: int
+    loss: float
+    tokens: int
+    sequences: int
+    time_s: float
+
+
+def evaluation_line(line: EvaluationLine) -> str:
+    """The evaluation as text, e.g. `step  50/100  held-out loss 3.2100  12,345 targets in 37 sequences  1.20 s`."""
+    return "  ".join(
+        [
+            f"step {line.step:>{len(str(line.steps))}}/{line.steps}",
+            f"held-out loss {line.loss:.4f}",
+            f"{counted(line.tokens, 'target', ',')} in {counted(line.sequences, 'sequence', ',')}",
+            units.duration(line.time_s),
         ]
     )
 
@@ -78,6 +103,10 @@ class Progress:
         self.note(progress_line(line))
         if self._bar is not None:
             self._bar.update(self._task, completed=line.step)
+
+    def evaluated(self, line: EvaluationLine) -> None:
+        """Print the line of an evaluation."""
+        self.note(evaluation_line(line))
 
     def note(self, text: str) -> None:
         """Print any other line."""

@@ -68,6 +68,8 @@ class RunSummary(RunIdentity):
         targets: targets trained on; these are the `tokens` of metrics.jsonl.
         status: `finished`, `stopped` by a signal, or `failed`.
         num_nonfinite_steps: steps whose update was left out because loss or gradients were not finite.
+        num_evaluations: evaluations on held-out documents.
+        eval_loss_first, eval_loss_last, eval_loss_best: what the first, the last and the best of them found.
         notes: lines that were shown besides the steps.
     """
 
@@ -97,6 +99,10 @@ class RunSummary(RunIdentity):
     targets: int = 0
     status: str = "finished"
     num_nonfinite_steps: int = 0
+    num_evaluations: int = 0
+    eval_loss_first: float | None = None
+    eval_loss_last: float | None = None
+    eval_loss_best: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -138,6 +144,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("steps", f"{summary.steps:,}{status}"),
         ("tokens", _tokens(summary)),
         ("loss first / last", f"{_loss(summary.loss_first)} / {_loss(summary.loss_last)}"),
+        *([("held-out loss", _evaluations(summary))] if summary.num_evaluations else []),
         ("tokens/s", f"{units.count(summary.tokens_per_s)} on {counted(summary.world_size, 'rank')}"),
         ("wall time", units.duration(summary.wall_time_s)),
         ("micro-batches per rank", f"{low} to {high}" if low != high else f"{low}"),
@@ -182,6 +189,13 @@ def _tokens(summary: RunSummary) -> str:
 
 def _loss(value: Any) -> str:
     return "none" if value is None else f"{value:.4f}"
+
+
+def _evaluations(summary: RunSummary) -> str:
+    first, last, best = summary.eval_loss_first, summary.eval_loss_last, summary.eval_loss_best
+    if summary.num_evaluations == 1:
+        return _loss(last)
+    return f"{_loss(first)} / {_loss(last)}, best {_loss(best)} of {summary.num_evaluations:,}"
 
 
 def _offloaded(summary: RunSummary) -> str:

@@ -100,6 +100,12 @@ def gather(model: LossModel) -> None:
         module.unshard()
 
 
+def release(model: LossModel) -> None:
+    """Shard the parameters again after `gather`, where there are no gradients to reduce."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
 def reduce(model: LossModel, kernel: AttentionKernel, comm: PeerToPeer, num_targets: int) -> None:
     """Phase 3: sum the gradients over all ranks and divide by the targets of the global batch.
 

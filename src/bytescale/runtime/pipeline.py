@@ -56,13 +56,13 @@ def run_stage(
     order: Sequence[Operation],
     on_operation: Callable[[int, int], None],
 ) -> Tensor:
-    """Forward and backward of all micro-batches of this pipeline on this stage.
+    """Forward and backward of all micro-batches of this pipeline on this stage; forward alone if `order` says so.
 
     Args:
         model: this stage.
         micro_batches: of this pipeline.
         world: where the stage stands.
-        order: operations of this stage, from `bytescale.plan.order.rank_order`.
+        order: operations of this stage, from `bytescale.plan.order`; without gradients those of the forward only.
         on_operation: called after each with (micro_batch, FORWARD | BACKWARD).
 
     Returns:
@@ -104,8 +104,9 @@ class _Stage:
         self._expect(then, FORWARD)
         with batch.around_forward:
             output = self.model(source, batch.labels_T, batch.position_ids_T, batch.context)
-        self.in_flight[number] = source, output
-        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        if torch.is_grad_enabled():
+            self.in_flight[number] = source, output
+            self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         if self.world.is_last:
             self.loss_sum += output.detach()
         else:

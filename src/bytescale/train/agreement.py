@@ -40,11 +40,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def run_facts(config: Config, dataset: SequenceDataset) -> dict[str, str]:
+def run_facts(config: Config, dataset: SequenceDataset, held_out: SequenceDataset | None = None) -> dict[str, str]:
     """What must be equal on all ranks: name -> value."""
     facts = {f"the version of {name}": value for name, value in versions().items()}
     facts |= {key: repr(value) for key, value in _shared_settings(config).items()}
-    return facts | {"its data (digest of lengths and tokens)": dataset_digest(dataset)}
+    facts["its data (digest of lengths and tokens)"] = dataset_digest(dataset)
+    if held_out is not None:
+        facts["its held-out data (digest of lengths and tokens)"] = dataset_digest(held_out)
+    return facts
 
 
 def _shared_settings(config: Config) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from bytescale.runtime.device import TORCH_DTYPES, Machine, device_note, resolve
 from bytescale.runtime.model.hf_config import load_model_config, shape_of_config
 from bytescale.runtime.model.stages import layer_ranges
 from bytescale.train.checks import check_first
+from bytescale.train.evaluation.held_out import HeldOut, open_held_out
 from bytescale.train.offload import check_offloading
 from bytescale.train.opening import opening_lines
 from bytescale.train.optimizer import learning_rate
@@ -55,6 +56,7 @@ class Prepared:
         stages: layers of each pipeline stage.
         planner: makes the plan of a global batch from its lengths.
         static_planner: the same with one degree for all, to compare with.
+        held_out: what evaluations measure; None where there are none.
         opening: what was decided, as lines.
         notes: what deserves attention, as lines.
     """
@@ -67,13 +69,15 @@ class Prepared:
     stages: list[range]
     planner: Planner
     static_planner: Planner
+    held_out: HeldOut | None = None
     opening: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def lines(self) -> tuple[str, ...]:
         """Everything to show before the first step."""
-        return (*self.opening, self.dataset.counts.describe(), *self.notes)
+        held_out = () if self.held_out is None else (self.held_out.describe(self.config.eval.every),)
+        return (*self.opening, self.dataset.counts.describe(), *held_out, *self.notes)
 
 
 def prepare(config: Config, world_size: int, machine: Machine | None = None) -> Prepared:
@@ -93,6 +97,7 @@ def prepare(config: Config, world_size: int, machine: Machine | None = None) -> 
     config = resolve(config, machine)
     model_config, tokenizer = model_and_tokenizer(config, config.data.max_context)
     dataset = open_dataset(config.data, tokenizer)
+    held_out = open_held_out(config, tokenizer)
     shape = shape_of_config(model_config, 4 if config.train.dtype == "float32" else 2)
     check_kernel(config.train.device, TORCH_DTYPES[config.train.dtype], shape.head_dim)
     pp_size = config.parallel.pp_size
@@ -109,11 +114,15 @@ def prepare(config: Config, world_size: int, machine: Machine | None = None) -> 
         stages,
         make_planner(config, shape, hdp_size, config.plan.strategy),
         make_planner(config, shape, hdp_size, "static"),
+        held_out,
         opening_lines(config, model_config, tokenizer, world_size),
         (*([note] if note else []), *_notes(config, shape, dataset)),
     )
     _check_batch(config, dataset)
-    _check_fits(config, dataset, ceil_div(shape.num_layers, pp_size), hdp_size)
+    num_layers = ceil_div(shape.num_layers, pp_size)
+    _check_fits(config, dataset, num_layers, hdp_size)
+    if held_out is not None:
+        _check_fits(config, held_out.dataset, num_layers, hdp_size, "held-out sequence")
     # Finds what only the strategy knows, such as a context that no divisor of the ranks holds.
     _check_layout(prepared.planner(dataset.lengths[[int(dataset.lengths.argmax())]]))
     check_offloading(config)
@@ -222,7 +231,9 @@ def _check_layout(plan: StepPlan) -> None:
         )
 
 
-def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, hdp_size: int) -> None:
+def _check_fits(
+    config: Config, dataset: SequenceDataset, num_layers: int, hdp_size: int, what: str = "sequence"
+) -> None:
     longest = int(dataset.lengths.argmax())
     length, ratio = int(dataset.lengths[longest]), config.plan.offload
     if isinstance(ratio, str):
@@ -240,7 +251,7 @@ def _check_fits(config: Config, dataset: SequenceDataset, num_layers: int, hdp_s
     if length <= hdp_size * capacity_tokens(config.plan.tokens_per_rank, 1.0, num_layers):
         ways.append("set plan.offload = 1.0")
     raise UserError(
-        f"sequence {longest} has {counted(length, 'token')} and needs {counted(needed, unit)} of "
+        f"{what} {longest} has {counted(length, 'token')} and needs {counted(needed, unit)} of "
         f"{_in_words(config, capacity)}, but there {'is' if hdp_size == 1 else 'are'} {hdp_size}: {', or '.join(ways)}"
     )
 

@@ -20,10 +20,11 @@ from bytescale.config.toml import write_config
 from bytescale.data import StepData
 from bytescale.errors import counted
 from bytescale.files import shown, write_text_atomically
-from bytescale.report import Progress, RunIdentity, StepLine, write_summary
+from bytescale.report import EvaluationLine, Progress, RunIdentity, StepLine, write_summary
 from bytescale.runtime.world import World
 from bytescale.trace import Span, write_trace
 from bytescale.train.agreement import versions
+from bytescale.train.evaluation.evaluate import Evaluation
 from bytescale.train.measure.metrics import MetricsFile, StepMetrics
 from bytescale.train.measure.timeline import shift_to_zero
 from bytescale.train.offload import why_nothing_moved
@@ -51,15 +52,18 @@ class Reporter:
         self._progress.note(text)
         self._totals.notes.append(text)
 
-    def step(self, data: StepData, metrics: StepMetrics) -> None:
-        """Write and show a step that has ended."""
-        self._metrics_file.write(
-            metrics.to_json() | {"comm_bytes_static": data.static_bytes, "timestamp": round(time.time(), 3)}
-        )
-        self._totals.add(data, metrics)
+    def step(self, data: StepData, metrics: StepMetrics, evaluation: Evaluation | None = None) -> None:
+        """Write and show a step that has ended, and the evaluation that followed it."""
+        line = metrics.to_json() | {"comm_bytes_static": data.static_bytes, "timestamp": round(time.time(), 3)}
+        if evaluation is not None:
+            line |= evaluation.to_json()
+        self._metrics_file.write(line)
+        self._totals.add(data, metrics, evaluation)
         names = {field.name for field in fields(StepLine)}
         values = {name: value for name, value in asdict(metrics).items() if name in names}
         self._progress.show(StepLine(steps=self._config.train.steps, **values))
+        if evaluation is not None:
+            self._progress.evaluated(EvaluationLine(metrics.step, self._config.train.steps, **asdict(evaluation)))
         for kind, warning in self._warnings(metrics):
             if warning is not None and kind not in self._warned:
                 self._warned.add(kind)

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 
 from bytescale.data import StepData, TokenMicroBatch
-from bytescale.plan.order import rank_order
+from bytescale.plan.order import forward_order, rank_order
 from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.attention.kept_kv import KeptKv
@@ -24,7 +24,7 @@ from bytescale.runtime.world import World
 from bytescale.train.agreement import check_same_step
 from bytescale.train.measure.measurement import StepMeasurement, StepResult
 
-__all__ = ["StepResult", "compute", "run_step"]
+__all__ = ["StepResult", "compute", "compute_loss", "run_step"]
 
 
 def run_step(
@@ -69,7 +69,38 @@ def compute(
     if offloader is not None:
         offloader.begin_step()
     kept = KeptKv() if data.plan.layout == "chunks" else None
-    inputs = [
+    inputs = _stage_inputs(kernel, world, data, kept, offloader)
+    order = rank_order(data.plan, world.hdp_rank, world.stage)
+    loss_sum = run_stage(model, inputs, world, order, on_operation)
+    assert not kept, "every chunk lets go of its keys and values in its own backward"
+    world.comm.drain()
+    return loss_sum, offloader.end_step() if offloader is not None else OffloadReport()
+
+
+@torch.no_grad()
+def compute_loss(model: LossModel, kernel: AttentionKernel, world: World, data: StepData) -> float:
+    """Run this rank's micro-batches forward; nothing is kept for a backward, and nothing but P2P is exchanged.
+
+    Returns:
+        The loss summed over this rank's targets.
+    """
+    kept = KeptKv() if data.plan.layout == "chunks" else None
+    inputs = _stage_inputs(kernel, world, data, kept)
+
+    def forwarded(number: int, _: int) -> None:
+        if kept is not None:
+            kept.drop_finished(inputs[number].context.work)
+
+    loss_sum = run_stage(model, inputs, world, forward_order(data.plan, world.hdp_rank), forwarded)
+    assert not kept, "the last chunk of a sequence lets go of all its keys and values"
+    world.comm.drain()
+    return float(loss_sum)
+
+
+def _stage_inputs(
+    kernel: AttentionKernel, world: World, data: StepData, kept: KeptKv | None, offloader: Offloader | None = None
+) -> list[StageInput]:
+    return [
         StageInput(
             *_to_device(tokens, world.device),
             AttentionContext(micro_batch_work(part), kernel, world.comm, kept=kept),
@@ -77,11 +108,6 @@ def compute(
         )
         for part, tokens in zip(data.share, data.micro_batches, strict=True)
     ]
-    order = rank_order(data.plan, world.hdp_rank, world.stage)
-    loss_sum = run_stage(model, inputs, world, order, on_operation)
-    assert not kept, "every chunk lets go of its keys and values in its own backward"
-    world.comm.drain()
-    return loss_sum, offloader.end_step() if offloader is not None else OffloadReport()
 
 
 def _to_device(micro_batch: TokenMicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

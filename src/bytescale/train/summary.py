@@ -1,5 +1,6 @@
 """Adds up the steps of a run to its closing summary, on rank 0."""
 
+import math
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from bytescale.data import DatasetCounts, StepData
 from bytescale.report import RunIdentity, RunSummary
+from bytescale.train.evaluation.evaluate import Evaluation
 from bytescale.train.measure.metrics import StepMetrics
 
 
@@ -20,6 +22,7 @@ class RunTotals:
         self.notes: list[str] = []
         self._begin_s = time.perf_counter()
         self._metrics: list[StepMetrics] = []
+        self._eval_losses: list[float] = []
         self._degrees: Counter[int] = Counter()
         self._num_tokens = 0
         self._num_skipped = 0
@@ -34,9 +37,11 @@ class RunTotals:
         """Steps in which a sequence ran in chunks."""
         return sum(m.chunks_max > 1 for m in self._metrics)
 
-    def add(self, data: StepData, metrics: StepMetrics) -> None:
+    def add(self, data: StepData, metrics: StepMetrics, evaluation: Evaluation | None) -> None:
         """Count one step."""
         self._metrics.append(metrics)
+        if evaluation is not None:
+            self._eval_losses.append(evaluation.loss)
         self._degrees.update(_histogram(data.plan.sequence_degrees()))
         self._num_tokens += data.batch.num_tokens
         self._num_skipped += data.num_skipped
@@ -49,6 +54,7 @@ class RunTotals:
         """The run so far; `status` is finished, stopped or failed."""
         metrics = self._metrics
         finite = [m for m in metrics if m.is_finite]
+        eval_losses = [loss for loss in self._eval_losses if math.isfinite(loss)]
         step_time_s = sum(m.step_time_s for m in metrics)
         return RunSummary(
             steps=len(metrics),
@@ -77,6 +83,10 @@ class RunTotals:
             offload_exposed_s=sum(m.offload_exposed_s for m in metrics),
             offload_declined_bytes=sum(m.offload_declined_bytes for m in metrics),
             num_unmoved_steps=sum(m.nothing_moved for m in metrics),
+            num_evaluations=len(self._eval_losses),
+            eval_loss_first=eval_losses[0] if eval_losses else None,
+            eval_loss_last=eval_losses[-1] if eval_losses else None,
+            eval_loss_best=min(eval_losses, default=None),
             notes=tuple(self.notes),
             **asdict(self._identity),
         )

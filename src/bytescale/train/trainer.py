@@ -34,8 +34,9 @@ from bytescale.runtime.presence import Lost, presence
 from bytescale.runtime.world import World, open_world, process_identity
 from bytescale.trace import Span
 from bytescale.train.agreement import check_same_run, run_facts, weights_digest
+from bytescale.train.evaluation.evaluate import Evaluation, evaluate
 from bytescale.train.measure.measurement import StepResult
-from bytescale.train.measure.metrics import Agreed, agree, gather_metrics
+from bytescale.train.measure.metrics import Agreed, StepMetrics, agree, gather_metrics
 from bytescale.train.measure.peak_memory import peak_memory_bytes, reset_peak_memory
 from bytescale.train.measure.timeline import gather_traces
 from bytescale.train.offload import open_offloader
@@ -44,7 +45,7 @@ from bytescale.train.prepare import Prepared, prepare, static_bytes
 from bytescale.train.reporter import FAILED, FINISHED, STOPPED, Reporter, open_reporter
 from bytescale.train.saving.checkpoint import check_shared, save_model
 from bytescale.train.step import run_step
-from bytescale.train.stopping import stop_request
+from bytescale.train.stopping import StopRequest, stop_request
 
 NUM_TRACED_STEPS = 3
 """The last steps of a run whose timeline is kept."""
@@ -107,7 +108,8 @@ def run(config: Config, lost: Lost | None = None) -> int | None:
         model = build_model(config, prepared, here.rank * pp_size // here.size)
         if asked_tied and not model.is_tied:
             prepared = replace(prepared, notes=(*prepared.notes, UNTIED))
-        facts, weights = run_facts(config, prepared.dataset), weights_digest(model)
+        held_out = None if prepared.held_out is None else prepared.held_out.dataset
+        facts, weights = run_facts(config, prepared.dataset, held_out), weights_digest(model)
         with open_world(here, timeout_s, pp_size, device, shard_size, _say_waiting) as world:
             with collective(world.rank, "comparing the ranks"):
                 check_same_run(world, facts, weights)
@@ -182,7 +184,10 @@ class Trainer:
                 result = run_step(self.model, self.kernel, self.world, data, self.offloader)  # -> gradients
                 agreed = agree(self.world, data, result, self._gradient_norm(data.step), stop.signal_number)
                 update = self._update(data.step, agreed)  # -> weights
-                self._report(reporter, data, result, agreed, begin_ns, update)
+                metrics = self._metrics(data, result, agreed, begin_ns, update)
+                evaluation = self._evaluate(agreed, stop)
+                if reporter is not None:
+                    reporter.step(data, metrics, evaluation)
                 if agreed.ends_run(self.config.train.on_nonfinite):
                     break
             return self._finish(reporter, agreed)
@@ -248,20 +253,12 @@ class Trainer:
         self.optimizer.zero_grad()
         return Span("update", "update", begin_ns, time.perf_counter_ns() - begin_ns, self.world.rank)
 
-    def _report(
-        self,
-        reporter: Reporter | None,
-        data: StepData,
-        result: StepResult,
-        agreed: Agreed,
-        begin_ns: int,
-        update: Span,
-    ) -> None:
-        """Combine the numbers of all ranks; rank 0 writes and shows them."""
+    def _metrics(self, data: StepData, result: StepResult, agreed: Agreed, begin_ns: int, update: Span) -> StepMetrics:
+        """The numbers of all ranks, combined."""
         whole = Span(f"step {data.step}", "step", begin_ns, update.end_ns - begin_ns, self.world.rank, track="step")
         self.traced.append((whole, *result.spans, update))
         with collective(self.world.rank, f"step {data.step}: metrics"):
-            metrics = gather_metrics(
+            return gather_metrics(
                 self.world,
                 data,
                 result,
@@ -270,8 +267,15 @@ class Trainer:
                 step_time_s=data.data_wait_s + whole.duration_s,
                 peak_memory_bytes=peak_memory_bytes(self.world.device),
             )
-        if reporter is not None:
-            reporter.step(data, metrics)
+
+    def _evaluate(self, agreed: Agreed, stop: StopRequest) -> Evaluation | None:
+        """The loss on held-out documents, after the steps that `[eval]` names and the last one."""
+        held_out, every, step = self.prepared.held_out, self.config.eval.every, agreed.step
+        due = step == self.config.train.steps or (every > 0 and step % every == 0)
+        if held_out is None or not due or agreed.ends_run(self.config.train.on_nonfinite):
+            return None
+        is_unwanted = lambda: stop.signal_number != 0  # noqa: E731
+        return evaluate(self.model, self.kernel, self.world, self.prepared, held_out, is_unwanted)
 
     def _finish(self, reporter: Reporter | None, agreed: Agreed | None) -> int | None:
         """Model first, then trace and summary; `agreed` is that of the last step."""

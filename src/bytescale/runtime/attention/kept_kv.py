@@ -83,6 +83,12 @@ class KeptKv:
         chunks = self._chunks[layer, rows.sequence][: rows.chunk]
         return [chunk.k_NGD for chunk in chunks], [chunk.v_NGD for chunk in chunks]
 
+    def drop_finished(self, work: AttentionWork) -> None:
+        """Where nothing runs backwards: let go of the sequences whose last chunk this micro-batch held."""
+        finished = {rows.sequence for rows in work.kept} - {rows.sequence for rows in work.stored}
+        for key in [key for key in self._chunks if key[1] in finished]:
+            del self._chunks[key]
+
     def add_gradients(self, layer: Hashable, rows: KeptRows, dk_TGD: Tensor, dv_TGD: Tensor) -> None:
         """Add the gradients of all rows of the chunks before number `rows.chunk`, which lie at `rows`."""
         begin = rows.begin

@@ -35,6 +35,9 @@ def token_loss_sum(hidden_TE: Tensor, head_VE: Tensor, labels_T: Tensor, chunk_r
         labels_T: next token of each row, already shifted inside its sequence; `IGNORED_LABEL` after the last token.
         chunk_rows: rows of a chunk.
     """
+    if not torch.is_grad_enabled():
+        # Inside an autograd function, whether a tensor asks for a gradient says nothing of that.
+        head_VE = head_VE.detach()
     loss: Tensor = _HeadLoss.apply(hidden_TE, head_VE, labels_T, chunk_rows)  # type: ignore[no-untyped-call]
     return loss
 

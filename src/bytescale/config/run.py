@@ -1,0 +1,32 @@
+"""Where a run writes: the sections of its configuration that no result depends on."""
+
+from dataclasses import dataclass
+
+from bytescale.config.fields import path_field, require, unit_field
+
+MAX_COMM_TIMEOUT_S = 30 * 24 * 3600
+"""Far above any real wait, and within what the communication libraries can count."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run writes, and how long a rank waits for another before it gives up."""
+
+    dir: str = path_field("runs/default")
+    """run directory"""
+
+    overwrite: bool = False
+    """replace the results of an earlier run in `run.dir`, all of them, its model included; otherwise a directory that
+    holds some is refused"""
+
+    save_model: bool = True
+    """write the trained model to `model/` in the run directory"""
+
+    comm_timeout_s: float = unit_field("seconds", 600.0)
+    """how long a rank waits for another before it gives up; while ranks prepare, how long one may be silent"""
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.comm_timeout_s <= MAX_COMM_TIMEOUT_S,
+            f"run.comm_timeout_s = {self.comm_timeout_s}; it must be above 0 and at most {MAX_COMM_TIMEOUT_S}",
+        )
