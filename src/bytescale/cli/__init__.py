@@ -24,7 +24,8 @@ _COMMANDS = {
     "lengths": ("bytescale.cli.lengths", "Statistics of sequence lengths."),
     "compare": ("bytescale.cli.compare", "Several strategies on the same batches, side by side."),
     "profile": ("bytescale.cli.profile", "Measure this machine for a model and fit the cost model."),
-    "report": ("bytescale.cli.report", "Write the report of a run directory as one HTML file."),
+    "report": ("bytescale.cli.results.report", "Write the report of a run directory as one HTML file."),
+    "runs": ("bytescale.cli.results.runs", "List the runs below a directory."),
     "simulate": ("bytescale.cli.simulate", "Run a plan on a described cluster, or find the longest context."),
     "reproduce": ("bytescale.cli.reproduce", "The published figures beside ours."),
 }

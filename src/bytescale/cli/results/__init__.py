@@ -1,0 +1,1 @@
+"""Commands on what runs left: their list, their reports, their models."""
