@@ -47,7 +47,7 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
     assert config_keys() == [
         *("model.preset", "model.path", "model.config"),
         *("data.source", "data.path", "data.glob", "data.text_field", "data.tokenizer", "data.end_token"),
-        *("data.begin_token", "data.max_context", "data.overlong", "data.cache_dir"),
+        *("data.begin_token", "data.max_context", "data.overlong", "data.validation", "data.cache_dir"),
         *("batch.tokens", "batch.sequences"),
         *("parallel.pp_size", "parallel.tp_size", "parallel.hdp_size", "parallel.shard_size"),
         *("plan.strategy", "plan.tokens_per_rank", "plan.offload", "plan.profile"),

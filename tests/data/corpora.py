@@ -8,12 +8,14 @@ import numpy as np
 
 from bytescale.data import SequenceDataset, build_dataset
 from bytescale.data.cache import TokenCorpus
+from bytescale.data.held_out import content_digests
 
 
 def corpus_of(lengths: Sequence[int]) -> TokenCorpus:
     """Documents of the given lengths, end token included, whose tokens are all different: 0, 1, 2, ..."""
     offsets = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])
-    return TokenCorpus(tokens=np.arange(offsets[-1], dtype=np.uint32), offsets=offsets)
+    digests = content_digests([str(offset) for offset in offsets[:-1]])
+    return TokenCorpus(tokens=np.arange(offsets[-1], dtype=np.uint32), offsets=offsets, digests=digests)
 
 
 def dataset_of(lengths: Sequence[int]) -> SequenceDataset:

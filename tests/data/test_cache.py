@@ -97,7 +97,7 @@ def test_key_is_the_content(tmp_path: Path) -> None:
     assert (before.tokens[2], after.tokens[2]) == (ord("e"), ord("E"))
 
 
-@pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "meta.json"])
+@pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "digests.npy", "meta.json"])
 @pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
 def test_damaged_entry_is_rebuilt(tmp_path: Path, name: str, damage: str) -> None:
     source = tree(tmp_path / "text")

@@ -86,6 +86,10 @@ class DataConfig:
     overlong: Overlong = "split"
     """longer documents: `split`, `drop` or `error`; counted and shown"""
 
+    validation: float = 0.0
+    """share of the documents that is never trained on, chosen by their contents alone: the same ones whatever the seed,
+    the order and the tokenizer, equal documents together"""
+
     cache_dir: str | None = path_field()
     """directory of tokenised data, shared by the ranks of a node"""
 
@@ -93,6 +97,7 @@ class DataConfig:
         require_choice("data.source", self.source, Source)
         require_choice("data.overlong", self.overlong, Overlong)
         require_at_least("data.max_context", self.max_context, 2)
+        require(0 <= self.validation < 1, f"data.validation = {self.validation}; a share lies in 0..1, below 1")
         require(
             self.source == "python-stdlib" or self.path is not None, f'data.source = "{self.source}" needs data.path'
         )

@@ -10,7 +10,7 @@ Needs numpy alone; `tokenizers` and `pyarrow` are imported when a configuration 
 """
 
 from bytescale.data.batches import EpochOrder, GlobalBatch, LoaderState, cut_batch, next_batch, repetition_notes
-from bytescale.data.dataset import DatasetCounts, SequenceDataset, build_dataset, open_dataset
+from bytescale.data.dataset import DatasetCounts, Part, SequenceDataset, build_dataset, open_dataset
 from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batch
 from bytescale.data.steps import StepData, StepLoader, StepSource, prepared_batches
 from bytescale.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
@@ -20,6 +20,7 @@ __all__ = [
     "EpochOrder",
     "GlobalBatch",
     "LoaderState",
+    "Part",
     "SequenceDataset",
     "StepData",
     "StepLoader",

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from bytescale.arrays import IntArray
 from bytescale.data.documents import Document
+from bytescale.data.held_out import DigestArray, content_digests
 from bytescale.data.sources import Position, TextSource, documents_from
 from bytescale.data.tokenizers import TokenArray, Tokenizer
 from bytescale.files import sync
@@ -42,12 +43,14 @@ class Shard:
     Attributes:
         tokens: all of them one after the other. Shape [sum(lengths)].
         lengths: tokens of each document. Shape [num_documents].
+        digests: of the contents of each document, before they were tokenised. Shape [num_documents].
         num_characters: characters of their texts.
         end: where the next document begins.
     """
 
     tokens: TokenArray
     lengths: IntArray
+    digests: DigestArray
     num_characters: int
     end: Position
 
@@ -92,13 +95,15 @@ def _batches(documents: Iterable[tuple[Document, Position]]) -> Iterator[list[tu
 
 def _tokenised(batch: list[tuple[Document, Position]], tokenizer: Tokenizer) -> Shard:
     texts = [document.text for document, _ in batch]
-    return Shard(*tokenizer.encode(texts), num_characters=sum(map(len, texts)), end=batch[-1][1])
+    tokens, lengths = tokenizer.encode(texts)
+    return Shard(tokens, lengths, content_digests(texts), num_characters=sum(map(len, texts)), end=batch[-1][1])
 
 
 def _joined(parts: list[Shard]) -> Shard:
     return Shard(
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.digests for part in parts]),
         sum(part.num_characters for part in parts),
         parts[-1].end,
     )
@@ -112,14 +117,14 @@ def _read(directory: Path, begin: Position) -> Shard | None:
     """The shard that begins there; None if it is missing or damaged."""
     try:
         with np.load(_path(directory, begin), allow_pickle=False) as arrays:
-            tokens, lengths = arrays["tokens"], arrays["lengths"]
+            tokens, lengths, digests = arrays["tokens"], arrays["lengths"], arrays["digests"]
             file, document, num_characters = map(int, arrays["end_and_characters"])
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error):
         return None
     end = Position(file, document)
-    if end <= begin or int(lengths.sum()) != len(tokens):
+    if end <= begin or int(lengths.sum()) != len(tokens) or len(digests) != len(lengths):
         return None
-    return Shard(tokens, lengths, num_characters, end)
+    return Shard(tokens, lengths, digests, num_characters, end)
 
 
 def _write(directory: Path, begin: Position, shard: Shard) -> None:
@@ -130,7 +135,13 @@ def _write(directory: Path, begin: Position, shard: Shard) -> None:
         try:
             with open(temporary, "wb") as file:
                 numbers = np.array([*shard.end, shard.num_characters], dtype=np.int64)
-                np.savez(file, tokens=shard.tokens, lengths=shard.lengths, end_and_characters=numbers)
+                np.savez(
+                    file,
+                    tokens=shard.tokens,
+                    lengths=shard.lengths,
+                    digests=shard.digests,
+                    end_and_characters=numbers,
+                )
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, _path(directory, begin))

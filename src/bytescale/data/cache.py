@@ -1,9 +1,9 @@
 """Tokenised text on disk: made once, memory-mapped by every rank of a node.
 
 An entry is a directory named by its key with `tokens.npy` (all documents one after the other, uint16 when every id
-fits, else uint32), `offsets.npy` (int64, document i is tokens[offsets[i]:offsets[i+1]]) and `meta.json` (counts and
-file sizes). The key is a digest of source kind, contents, tokenizer and format version: changed text or another
-tokenizer is another entry, a moved or touched file is not.
+fits, else uint32), `offsets.npy` (int64, document i is tokens[offsets[i]:offsets[i+1]]), `digests.npy` (uint64, of the
+contents of each document) and `meta.json` (counts and file sizes). The key is a digest of source kind, contents,
+tokenizer and format version: changed text or another tokenizer is another entry, a moved or touched file is not.
 
 Invariants: an entry appears complete or not at all (built in a directory of its builder's own, then renamed); one
 process builds while the others of its machine wait, where the file system has locks. Where it has none, or they do not
@@ -33,13 +33,15 @@ import numpy as np
 from bytescale.arrays import IntArray
 from bytescale.data.build import NpyWriter, shards
 from bytescale.data.digests import file_digests, manifest_path
+from bytescale.data.held_out import DigestArray
 from bytescale.data.sources import TextSource, content_fingerprint
 from bytescale.data.tokenizers import TokenArray, Tokenizer
 from bytescale.errors import UserError, counted
 from bytescale.files import expand_home, sync, write_text_atomically
 from bytescale.locks import NOTIFY_AFTER_S, is_gone, locked, machine_name
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_ARRAYS = ("tokens.npy", "offsets.npy", "digests.npy")
 LEFTOVER_AGE_S = 7 * 24 * 3600.0
 
 
@@ -50,12 +52,14 @@ class TokenCorpus:
     Attributes:
         tokens: all documents one after the other, each with its end token; memory-mapped. Shape [num_tokens].
         offsets: document i is tokens[offsets[i]:offsets[i+1]]. Shape [num_documents + 1].
+        digests: of the contents of each document, see `bytescale.data.held_out`. Shape [num_documents].
         num_frame_tokens: tokens of every document that are not of its text: the end token, and the begin token if any.
         notes: lines for whoever started the run.
     """
 
     tokens: TokenArray
     offsets: IntArray
+    digests: DigestArray
     num_frame_tokens: int = 1
     notes: tuple[str, ...] = ()
 
@@ -159,12 +163,18 @@ def _load(entry: Path) -> TokenCorpus | None:
                 return None
         tokens = np.load(entry / "tokens.npy", mmap_mode="r", allow_pickle=False)
         offsets = np.load(entry / "offsets.npy", allow_pickle=False)
+        digests = np.load(entry / "digests.npy", allow_pickle=False)
         counts = (meta["num_tokens"], meta["num_documents"])
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    if (len(tokens), len(offsets) - 1) != counts or offsets[0] != 0 or offsets[-1] != len(tokens):
+    if (
+        (len(tokens), len(offsets) - 1) != counts
+        or len(digests) != counts[1]
+        or offsets[0] != 0
+        or offsets[-1] != len(tokens)
+    ):
         return None
-    return TokenCorpus(tokens=tokens, offsets=offsets)
+    return TokenCorpus(tokens=tokens, offsets=offsets, digests=digests)
 
 
 def _rebuild(source: TextSource, tokenizer: Tokenizer, directory: Path, key: str) -> TokenCorpus:
@@ -234,11 +244,13 @@ def _build(source: TextSource, tokenizer: Tokenizer, directory: Path, shard_dir:
     with (
         NpyWriter(directory / "tokens.npy", dtype) as tokens_file,
         NpyWriter(directory / "offsets.npy", np.dtype("<i8")) as offsets_file,
+        NpyWriter(directory / "digests.npy", np.dtype("<u8")) as digests_file,
     ):
         offsets_file.append(np.zeros(1))
         for shard in shards(source, tokenizer, shard_dir):
             tokens_file.append(shard.tokens)
             offsets_file.append(num_tokens + np.cumsum(shard.lengths))
+            digests_file.append(shard.digests)
             num_tokens += len(shard.tokens)
             num_documents += len(shard.lengths)
     if num_documents == 0:
@@ -255,6 +267,6 @@ def _build(source: TextSource, tokenizer: Tokenizer, directory: Path, shard_dir:
         "end_id": tokenizer.end_id,
         "num_tokens": num_tokens,
         "num_documents": num_documents,
-        "size_bytes": {name: (directory / name).stat().st_size for name in ("tokens.npy", "offsets.npy")},
+        "size_bytes": {name: (directory / name).stat().st_size for name in _ARRAYS},
     }
     write_text_atomically(directory / "meta.json", json.dumps(meta, indent=1))

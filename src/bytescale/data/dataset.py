@@ -11,15 +11,20 @@ Cost: 24 bytes of memory a sequence; tokens stay on disk until `read`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from bytescale.arrays import IntArray, ceil_div, exclusive_sum
 from bytescale.config.schema import DataConfig, Overlong
 from bytescale.data.cache import TokenCorpus, open_corpus
+from bytescale.data.held_out import is_held_out
 from bytescale.data.sources import document_name, open_source
 from bytescale.data.tokenizers import TokenArray, Tokenizer, load_tokenizer
 from bytescale.errors import UserError, counted
+
+Part = Literal["train", "validation"]
+"""What a run trains on, and what `data.validation` keeps out of training."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,13 @@ class DatasetCounts:
     """What became of the documents.
 
     Attributes:
-        documents: documents of the source, empty ones included.
+        documents: documents of this part of the source, empty ones included.
         empty_dropped: documents without a token of text.
         overlong_split: documents cut into several sequences.
         overlong_dropped: documents left out for their length.
         sequences: sequences that remain.
         tokens: tokens in them.
+        other_part: documents that belong to the other part, held out of training or trained on.
     """
 
     documents: int
@@ -41,6 +47,7 @@ class DatasetCounts:
     overlong_dropped: int
     sequences: int
     tokens: int
+    other_part: int = 0
 
     def describe(self) -> str:
         """One line for a person."""
@@ -52,6 +59,7 @@ class DatasetCounts:
                 (self.empty_dropped, "empty dropped"),
                 (self.overlong_split, "overlong split"),
                 (self.overlong_dropped, "overlong dropped"),
+                (self.other_part, "in the other part, see data.validation"),
             )
             if count
         ]
@@ -94,7 +102,13 @@ class SequenceDataset:
 
 
 def build_dataset(
-    corpus: TokenCorpus, max_context: int, overlong: Overlong = "split", name_of: Callable[[int], str] | None = None
+    corpus: TokenCorpus,
+    max_context: int,
+    overlong: Overlong = "split",
+    name_of: Callable[[int], str] | None = None,
+    *,
+    part: Part = "train",
+    validation: float = 0.0,
 ) -> SequenceDataset:
     """Apply `max_context` to the documents of `corpus`.
 
@@ -103,13 +117,22 @@ def build_dataset(
         max_context: longest sequence, in tokens, end token included.
         overlong: `split` cuts longer documents every `max_context` tokens, `drop` leaves them out, `error` refuses.
         name_of: name of a document by number, for the message of `error`.
+        part: which of the documents, see `open_dataset`.
+        validation: share of the documents that is held out of training.
 
     Raises:
         UserError: a document is too long and `overlong` is `error`, or no sequence has a target.
     """
+    held_out = is_held_out(corpus.digests, validation)
+    ours = held_out if part == "validation" else ~held_out
+    if not ours.any():
+        raise UserError(
+            f"data.validation = {validation} of {counted(corpus.num_documents, 'document')} leaves none "
+            f"{'for validation; raise it' if part == 'validation' else 'to train on; lower it'}"
+        )
     lengths = np.diff(corpus.offsets).astype(np.int64)
-    empty = lengths <= corpus.num_frame_tokens
-    long = lengths > max_context
+    empty = ours & (lengths <= corpus.num_frame_tokens)
+    long = ours & (lengths > max_context)
     if overlong == "error" and long.any():
         first = int(long.argmax())
         name = name_of(first) if name_of is not None else str(first)
@@ -117,15 +140,16 @@ def build_dataset(
             f"document {name} has {lengths[first]} tokens with its end token, data.max_context is {max_context}; raise "
             "data.max_context or set data.overlong to split or drop"
         )
-    kept = np.flatnonzero(~empty & ~long if overlong == "drop" else ~empty)
+    kept = np.flatnonzero(ours & ~empty & ~long if overlong == "drop" else ours & ~empty)
     starts, lengths = _cut(np.asarray(corpus.offsets)[kept], lengths[kept], max_context)
     counts = DatasetCounts(
-        documents=corpus.num_documents,
+        documents=int(ours.sum()),
         empty_dropped=int(empty.sum()),
         overlong_split=int(long.sum()) if overlong == "split" else 0,
         overlong_dropped=int(long.sum()) if overlong == "drop" else 0,
         sequences=len(lengths),
         tokens=int(lengths.sum()),
+        other_part=corpus.num_documents - int(ours.sum()),
     )
     if not (lengths > 1).any():
         raise UserError(f"no sequence has a token to predict: {counts.describe()}; check data.path and data.overlong")
@@ -139,12 +163,17 @@ def build_dataset(
     )
 
 
-def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None) -> SequenceDataset:
+def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None, part: Part = "train") -> SequenceDataset:
     """The sequences that a configuration describes: source, tokenizer, cache and limits in one call.
+
+    With `data.validation` above 0 the documents are in two parts that share no content: `open_dataset(config.data,
+    tokenizer)` is what a run trains on, `open_dataset(config.data, tokenizer, "validation")` what it measures itself
+    by. Both read the same cache entry, so the second costs no tokenising.
 
     Args:
         config: the `[data]` section.
         tokenizer: what `load_tokenizer(config)` returned, where the caller has it already.
+        part: `train`, or `validation` for the documents that `data.validation` keeps out of training.
 
     Raises:
         UserError: anything about the data that the user can put right; the message says how.
@@ -153,7 +182,12 @@ def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None) -> Sequ
     tokenizer = tokenizer or load_tokenizer(config)
     corpus = open_corpus(source, tokenizer, config.cache_dir)
     dataset = build_dataset(
-        corpus, config.max_context, config.overlong, name_of=lambda document: document_name(source, document)
+        corpus,
+        config.max_context,
+        config.overlong,
+        name_of=lambda document: document_name(source, document),
+        part=part,
+        validation=config.validation,
     )
     left_out = (f"left out under {source.root}: {source.left_out}",) if source.left_out else ()
     return replace(dataset, notes=(*left_out, *tokenizer.notes, *corpus.notes))
