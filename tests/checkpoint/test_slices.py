@@ -1,28 +1,39 @@
 """Slices: every element once, whatever the layout; and any layout reads what any other wrote."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from bytescale.checkpoint.index import Index, file_index, merge, read_index, write_index
 from bytescale.checkpoint.reader import TensorReader
-from bytescale.checkpoint.slices import Slice, _slices, make_optimizer_state, model_slices, optimizer_slices
+from bytescale.checkpoint.slices import (
+    Slice,
+    _slices,
+    boxes_of_range,
+    make_optimizer_state,
+    model_slices,
+    optimizer_slices,
+)
 from bytescale.checkpoint.weights_file import write_tensors
 from bytescale.config.schema import TrainConfig
 from bytescale.errors import UserError
 from bytescale.files import file_digest
+from bytescale.runtime.flat import flat_shapes
 from bytescale.runtime.fsdp import shard_model, whole_tensor
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.stages import stage_model
 from bytescale.runtime.world import ShardGroups
 from bytescale.train.optimizer import make_optimizer
 from tests.ranks import RankPool, Ranks
-from tests.runtime.models import even_stages, small_decoder, world_of
+from tests.runtime.models import UNEVEN, even_stages, small_decoder, world_of
 
 STEPS = 3
 
@@ -30,10 +41,9 @@ STEPS = 3
 def sharded(
     ranks: Ranks, architecture: str, tied: bool, pp_size: int, shard_size: int | None, seed: int
 ) -> tuple[LossModel, torch.optim.Optimizer]:
-    """A model in some layout. Three layers of sizes that hardly any number of ranks divides."""
-    decoder = small_decoder(
-        architecture, seed, tie_word_embeddings=tied, num_hidden_layers=3, intermediate_size=51, vocab_size=97
-    )
+    """A model in some layout. Three layers of sizes that hardly any number of ranks divides, tied ones as columns."""
+    sizes = UNEVEN if tied else {"intermediate_size": 51}
+    decoder = small_decoder(architecture, seed, tie_word_embeddings=tied, num_hidden_layers=3, vocab_size=97, **sizes)
     world = world_of(ranks, pp_size=pp_size)
     model = stage_model(decoder, even_stages(decoder, pp_size), world.stage)
     shards = None if shard_size is None else ShardGroups(ranks.blocks[shard_size][0], ranks.replicas[shard_size])
@@ -43,11 +53,14 @@ def sharded(
 
 def state_of(slices: list[Slice], model: LossModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Whole tensors by name, as FSDP2 puts them together; a collective."""
-    found = {}
+    found, shapes = {}, flat_shapes(model.decoder)
     for name, parameter in model.decoder.named_parameters():
-        found[model.whole_name(name)] = whole_tensor(parameter.detach()).clone()
+        shape = shapes.get(name)
+        found[model.whole_name(name)] = whole_tensor(parameter.detach(), shape).clone()
         for key, value in optimizer.state[parameter].items():
-            found[f"optimizer/{key}/{model.whole_name(name)}"] = whole_tensor(value).clone()
+            found[f"optimizer/{key}/{model.whole_name(name)}"] = whole_tensor(
+                value, shape if value.ndim else None
+            ).clone()
     assert {piece.name for piece in slices} <= set(found)
     return found
 
@@ -127,6 +140,17 @@ def test_slices_of_two_dimensional_meshes(ranks: RankPool, rows: int, tp_dim: in
             assert bool((box == -1).all())
             box.copy_(tensor)
     assert torch.equal(covered, weight)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_any_range_of_elements_is_boxes(shape: list[int], data: st.DataObject) -> None:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    begin = data.draw(st.integers(0, whole.numel()))
+    end = data.draw(st.integers(begin, whole.numel()))
+    boxes = list(boxes_of_range(tuple(shape), begin, end))
+    found = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in boxes]
+    assert torch.equal(torch.cat([*found, whole.new_zeros(0)]), torch.arange(begin, end))
+    assert len(boxes) <= 2 * len(shape) - 1
 
 
 def test_what_is_not_there_or_of_another_shape_is_named(tmp_path: Path) -> None:

@@ -38,6 +38,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
 }
+UNEVEN: dict[str, Any] = {
+    "hidden_size": 1025,
+    "intermediate_size": 97,
+    "head_dim": 8,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+}
+"""Sizes some of whose weights two and four ranks cannot cut evenly, so that they are stored as columns."""
+
 MAX_CONTEXT = 4096
 
 

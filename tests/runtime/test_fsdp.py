@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bytescale.config.schema import ParallelConfig, TrainConfig
 from bytescale.errors import UserError
 from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.flat import flat_shapes
 from bytescale.runtime.fsdp import (
     clip_gradients,
     full_gradients,
@@ -26,7 +27,7 @@ from bytescale.train.optimizer import make_optimizer
 from bytescale.train.step import run_step
 from tests.plans import drawn, placed
 from tests.ranks import RankPool, Ranks
-from tests.runtime.models import reference_step, small_decoder, step_data, world_of
+from tests.runtime.models import UNEVEN, reference_step, small_decoder, step_data, world_of
 
 LLAMA = {"num_attention_heads": 32, "num_hidden_layers": 2, "vocab_size": 32000}
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,6 +40,60 @@ MODELS: dict[str, dict[str, Any]] = {
         **LLAMA,
         "vocab_size": 128256,
         "tie_word_embeddings": True,
+    },
+    "llama-33b": {
+        "model_type": "llama",
+        "hidden_size": 6656,
+        "intermediate_size": 17920,
+        **LLAMA,
+        "num_attention_heads": 52,
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 152064,
+    },
+    "qwen2-0.5b, tied": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "gemma-7b": {
+        "model_type": "gemma",
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_attention_heads": 16,
+        "head_dim": 256,
+        "num_hidden_layers": 2,
+        "vocab_size": 256000,
+        "tie_word_embeddings": True,
+    },
+    "phi-2": {
+        "model_type": "phi",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 51200,
+    },
+    "5 experts of odd sizes": {
+        "model_type": "mixtral",
+        "hidden_size": 1000,
+        "intermediate_size": 1500,
+        "num_local_experts": 5,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 5,
+        "num_hidden_layers": 2,
+        "vocab_size": 50257,
     },
     "mixtral-8x7b": {
         "model_type": "mixtral",
@@ -61,7 +116,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=[8, 64, 1024])
+@pytest.fixture(params=[7, 8, 64, 1000, 1024])
 def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
     yield request.param
@@ -94,6 +149,8 @@ def _step(ranks: Ranks, shard_size: int, architecture: str, extra: dict[str, Any
     model = LossModel(small_decoder(architecture, **extra))
     shards = ShardGroups(ranks.blocks[shard_size][0], ranks.replicas[shard_size]) if shard_size < ranks.size else None
     shard_model(model, world.group, world.device, torch.float32, shards)
+    shapes = flat_shapes(model.decoder)
+    assert bool(shapes) == (shard_size > 1 and extra.get("intermediate_size") == 97)
     run_step(model, CpuKernel(), world, step_data(plan, world.hdp_rank))
     gradients = {name: g.clone() for name, g in full_gradients(model).items()}
     norm = gradient_norm(model)
@@ -105,12 +162,17 @@ def _step(ranks: Ranks, shard_size: int, architecture: str, extra: dict[str, Any
         gradients,
         norm,
         clipped,
-        {name: whole_tensor(p.detach()).clone() for name, p in model.decoder.named_parameters()},
+        {name: whole_tensor(p.detach(), shapes.get(name)).clone() for name, p in model.decoder.named_parameters()},
     )
 
 
 @pytest.mark.parametrize(
-    ("architecture", "extra"), [("llama", {"tie_word_embeddings": True}), ("mixtral", {}), ("qwen3", {})]
+    ("architecture", "extra"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("mixtral", {}),
+        ("qwen3", {"tie_word_embeddings": True, **UNEVEN}),
+    ],
 )
 def test_any_shards_give_the_same_step(ranks: RankPool, architecture: str, extra: dict[str, Any]) -> None:
     plan = drawn("61 40 9 30", "0[0/3]", "0[1/3] | 1[1/2]", "0[2/3] | 2", "1[0/2] | 3")

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard, _StridedShardOffsetMode
 
 from bytescale.arrays import IntArray
+from bytescale.runtime.flat import flat_shapes
 from bytescale.runtime.model.decoder import LossModel
 
 
@@ -44,22 +45,25 @@ class Slice:
 
 def model_slices(model: LossModel) -> list[Slice]:
     """What this rank holds of the parameters of `model`, which may be sharded."""
-    copied = model.copied_weight()
+    copied, flat = model.copied_weight(), flat_shapes(model.decoder)
     return [
         found
         for turn, (name, parameter) in enumerate(model.decoder.named_parameters())
-        for found in _slices(model.whole_name(name), parameter, turn, may_write=parameter is not copied)
+        for found in _slices(
+            model.whole_name(name), parameter, turn, may_write=parameter is not copied, flat=flat.get(name)
+        )
     ]
 
 
 def optimizer_slices(model: LossModel, optimizer: torch.optim.Optimizer) -> list[Slice]:
     """What this rank holds of the state of `optimizer`; a parameter that was never updated has none."""
-    copied = model.copied_weight()
+    copied, flat = model.copied_weight(), flat_shapes(model.decoder)
     found: list[Slice] = []
     for turn, (name, parameter) in enumerate(model.decoder.named_parameters()):
         for key, value in optimizer.state.get(parameter, {}).items():
             may_write = parameter is not copied and (value.ndim > 0 or _is_first_shard(parameter, turn))
-            found += _slices(state_name(key, model.whole_name(name)), value, turn, may_write=may_write)
+            shape = flat.get(name) if value.ndim > 0 else None
+            found += _slices(state_name(key, model.whole_name(name)), value, turn, may_write=may_write, flat=shape)
     return found
 
 
@@ -87,16 +91,49 @@ def state_name(key: str, parameter_name: str) -> str:
     return f"{_STATE}{key}/{parameter_name}"
 
 
-def _slices(name: str, tensor: torch.Tensor, turn: int, *, may_write: bool) -> Iterator[Slice]:
+def _slices(
+    name: str, tensor: torch.Tensor, turn: int, *, may_write: bool, flat: tuple[int, ...] | None = None
+) -> Iterator[Slice]:
+    """The boxes of `tensor` here. `flat` is its shape in the model, where it is stored as a column of its elements."""
     shape = tuple(tensor.shape)
     local = local_part(tensor)
     is_written = may_write and _has_turn(tensor, turn)
+    if flat is not None:
+        for run in _runs(_held(tensor)[0]):
+            elements = local.flatten()[run.local_begin : run.local_begin + run.length]
+            for offset, size in boxes_of_range(flat, run.begin, run.begin + run.length):
+                part, elements = elements[: math.prod(size)].view(size), elements[math.prod(size) :]
+                yield Slice(name, tuple(flat), offset, part, is_written)
+        return
     runs = [_runs(indices) for indices in _held(tensor)]
     for box in product(*runs):
         part = local
         for dim, run in enumerate(box):
             part = part.narrow(dim, run.local_begin, run.length)
         yield Slice(name, shape, tuple(run.begin for run in box), part, is_written)
+
+
+def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, shape) of the boxes that elements begin..end of a tensor, counted row by row, fill one after the other.
+
+    Whole rows are one box; at most one broken row before and one after them are cut further.
+    """
+    if len(shape) == 1:
+        if end > begin:
+            yield (begin,), (end - begin,)
+        return
+    row, inner = math.prod(shape[1:]), (0,) * (len(shape) - 1)
+    while begin < end:
+        at, first = divmod(begin, row)
+        rows = (end - begin) // row
+        if first == 0 and rows:
+            yield (at, *inner), (rows, *shape[1:])
+            begin += rows * row
+        else:
+            last = min(row, end - at * row)
+            for offset, size in boxes_of_range(shape[1:], first, last):
+                yield (at, *offset), (1, *size)
+            begin = at * row + last
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ and one reduce-scatter a step whatever the number of micro-batches. The optimize
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -23,13 +24,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from bytescale.arrays import ceil_div
 from bytescale.data.micro_batch import IGNORED_LABEL
 from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.attention.work import local_work
+from bytescale.runtime.flat import flat_shapes, store_flat
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.p2p import PeerToPeer
 from bytescale.runtime.world import ShardGroups
+
+MAX_PADDING = 0.01
+"""A parameter is stored as a column if its cut would be padded by a larger share of its elements,"""
+
+MIN_PADDING = 1024
+"""and by at least this many in all: fewer are not worth a view."""
 
 
 def shard_model(
@@ -53,6 +62,7 @@ def shard_model(
         model.to(device)
     model.compute_dtype = dtype
     shard_size = group.size() if shards is None else shards.copy.size()
+    store_flat(model, lambda shape: is_uneven(shape, shard_size))
     mesh = _mesh(group, device, shards)
     mixed = dtype != master.dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master.dtype) if mixed else MixedPrecisionPolicy()
@@ -86,6 +96,15 @@ def shard_placement(shape: Sequence[int], shard_size: int) -> Shard:
     store and send 8 times as much.
     """
     return Shard(next((dim for dim, size in enumerate(shape) if size % shard_size == 0), 0))
+
+
+def is_uneven(shape: Sequence[int], shard_size: int) -> bool:
+    """Whether a parameter of several dimensions would be padded too much where it is cut."""
+    if len(shape) < 2:
+        return False
+    size = shape[shard_placement(shape, shard_size).dim]
+    padding = (ceil_div(size, shard_size) * shard_size - size) * (prod(shape) // size)
+    return padding > MAX_PADDING * prod(shape) and padding >= MIN_PADDING
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -148,10 +167,16 @@ def clip_gradients(model: LossModel, norm: float, max_norm: float) -> None:
 
 def full_gradients(model: LossModel) -> dict[str, torch.Tensor]:
     """Whole gradient of every parameter, by name; a collective."""
-    return {name: whole_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    shapes = flat_shapes(model)
+    return {name: whole_tensor(p.grad, shapes.get(name)) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def whole_tensor(tensor: Any) -> torch.Tensor:
-    """The whole of a sharded tensor, on every rank; a collective. Anything else as it is."""
+def whole_tensor(tensor: Any, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """The whole of a sharded tensor, on every rank; a collective. Anything else as it is.
+
+    Args:
+        tensor: a parameter or its gradient.
+        shape: in the model, from `flat_shapes`, where it is stored as a column.
+    """
     whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
+    return whole if shape is None else whole.view(shape)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
@@ -26,6 +26,7 @@ from bytescale.config.tokenizer import TRAINED_BY, is_own
 from bytescale.errors import RunError, UserError
 from bytescale.files import write_text_atomically
 from bytescale.runtime.device import TORCH_DTYPES
+from bytescale.runtime.flat import flat_shapes
 from bytescale.runtime.fsdp import whole_tensor
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.world import World
@@ -37,8 +38,16 @@ from bytescale.train.saving.side_files import write_side_files
 MAX_FILE_BYTES = 50 * 1000**3
 """Largest file of weights, as in Transformers."""
 
-Group = dict[str, torch.Tensor]
-"""Parameters by the names of the whole model, gathered and stored together; sharded, or whole."""
+
+class Weight(NamedTuple):
+    """A parameter or buffer, sharded or whole, and its shape in the model."""
+
+    tensor: torch.Tensor
+    shape: torch.Size
+
+
+Group = dict[str, Weight]
+"""Weights by the names of the whole model, gathered and stored together."""
 
 
 def save_model(
@@ -122,26 +131,28 @@ def saved_config(model: LossModel, prepared: Prepared, config: Config) -> Any:
 
 def _groups(model: LossModel) -> Iterator[Group]:
     """The parameters of this stage, in order: each alone, or those of a layer where they are stored rearranged."""
+    shapes = flat_shapes(model.decoder)
     ignored = set(getattr(model.decoder, "_keys_to_ignore_on_save", None) or ())
     copied = model.copied_weight()
     seen: set[int] = set()
     by_layer: dict[str, Group] = {}
-    for name, tensor in model.decoder.state_dict(keep_vars=True).items():
-        name = model.whole_name(name)
+    for name_here, tensor in model.decoder.state_dict(keep_vars=True).items():
+        name = model.whole_name(name_here)
         if name in ignored or id(tensor) in seen or tensor is copied:
             continue
         seen.add(id(tensor))
         match = re.search(r"(^|\.)layers\.\d+\.", name)
-        by_layer.setdefault(name[: match.end()] if match else name, {})[name] = tensor
+        weight = Weight(tensor, shapes.get(name_here, tensor.shape))
+        by_layer.setdefault(name[: match.end()] if match else name, {})[name] = weight
     for group in by_layer.values():
         if set(revert_weight_conversion(model.decoder, _on_meta(group))) == set(group):
-            yield from ({name: tensor} for name, tensor in group.items())
+            yield from ({name: weight} for name, weight in group.items())
         else:
             yield group
 
 
-def _on_meta(group: Group) -> Group:
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in group.items()}
+def _on_meta(group: Group) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=tensor.dtype, device="meta") for name, (tensor, shape) in group.items()}
 
 
 def _specs(model: LossModel, group: Group, dtype: torch.dtype) -> list[TensorSpec]:
@@ -150,11 +161,11 @@ def _specs(model: LossModel, group: Group, dtype: torch.dtype) -> list[TensorSpe
     return [(name, dtype if t.is_floating_point() else t.dtype, tuple(t.shape)) for name, t in stored.items()]
 
 
-def _stored(model: LossModel, group: Group, dtype: torch.dtype, *, keep: bool) -> Group:
+def _stored(model: LossModel, group: Group, dtype: torch.dtype, *, keep: bool) -> dict[str, torch.Tensor]:
     """The whole tensors of `group` as they are stored; a collective of the stage, nothing where `keep` is False."""
     gathered = {}
-    for name, tensor in group.items():
-        whole = whole_tensor(tensor.detach())
+    for name, (tensor, shape) in group.items():
+        whole = whole_tensor(tensor.detach(), shape)
         if keep:
             gathered[name] = whole.to(dtype if whole.is_floating_point() else whole.dtype).cpu()
     return revert_weight_conversion(model.decoder, gathered) if keep else {}
