@@ -52,5 +52,5 @@ $(VENV)/.installed-train: $(SET_UP) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: $(SET_UP) | $(BIN)/python
-	$(PIP) -e '.[train,data,report,dev]'
+	$(PIP) -e '.[train,data,report,tensorboard,wandb,dev]'
 	@touch $@ $(VENV)/.installed-train

@@ -56,7 +56,7 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
         *("train.beta1", "train.beta2", "train.grad_clip", "train.device", "train.dtype"),
         *("train.activation_checkpointing", "train.seed", "train.compute_threads", "train.on_nonfinite"),
         *("eval.every", "eval.source", "eval.path", "eval.tokens", "eval.sequences"),
-        *("run.dir", "run.overwrite", "run.save_model", "run.comm_timeout_s"),
+        *("run.dir", "run.overwrite", "run.save_model", "run.writers", "run.comm_timeout_s"),
     ]
 
 
@@ -126,6 +126,10 @@ def test_defaults_and_types(tmp_path: Path) -> None:
         ("--plan.tokens-per-rank=8k", "plan.tokens_per_rank", 8192),
         ("--offload.limit_bytes 20MiB", "offload.limit_bytes", 20 << 20),
         (["--offload.limit_bytes", "20 MB"], "offload.limit_bytes", 20_000_000),
+        ("--run.writers tensorboard", "run.writers", ("tensorboard",)),
+        ("--run.writers tensorboard,wandb", "run.writers", ("tensorboard", "wandb")),
+        (["--run.writers", '["wandb"]'], "run.writers", ("wandb",)),
+        (["--run.writers", "[]"], "run.writers", ()),
         ("--run.comm_timeout_s 2min", "run.comm_timeout_s", 120.0),
         (["--run.comm_timeout_s", '"1.5 h"'], "run.comm_timeout_s", 5400.0),
         ("--data.source text-tree --data.path /x", "data.source", "text-tree"),
@@ -215,6 +219,10 @@ def test_the_last_choice_of_a_model_wins(tmp_path: Path, arguments: str, expecte
         ),
         (MINIMAL, "--run.comm_timeout_s 20MiB", "run.comm_timeout_s must be a time such as 90, 90 s or 10 min"),
         (MINIMAL, f"--batch.tokens {10**12}G", "does not fit in 64 bits"),
+        (MINIMAL, "--run.writers x", "run.writers = 'x' is unknown; choose one of tensorboard, wandb"),
+        (MINIMAL, "--run.writers wandb,wandb", "run.writers names one twice: wandb, wandb"),
+        (MINIMAL + "[run]\nwriters = 3", "", "run.writers must be a list of words, not the integer 3"),
+        (MINIMAL + "[run]\nwriters = [3]", "", "run.writers must be a list of words, not an array"),
         (MINIMAL, "--train.compute_threads 0", "train.compute_threads = 0; it must be at least 1"),
         (MINIMAL, "--train.min_lr_ratio 1.5", "train.min_lr_ratio = 1.5; it lies in 0..1"),
         (MINIMAL, "--train.weight_decay -0.1", "train.weight_decay = -0.1; it must be at least 0"),

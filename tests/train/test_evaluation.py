@@ -27,6 +27,7 @@ from bytescale.train.step import run_step
 from bytescale.train.trainer import build_model
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import world_of
+from tests.test_writers import scalars
 from tests.train.runs import metrics, train, write_run
 from tests.train.test_parity import free_planner, with_options
 
@@ -210,7 +211,8 @@ def test_what_cannot_be_evaluated_is_refused(config: Config) -> None:
 def test_evaluations_of_a_run(config_path: Path) -> None:
     """Through the command line: on the screen, in the metrics, in the summary; losses as without them."""
     steps = ("--train.steps", 5)
-    done = train(config_path, "--nproc", 2, "--run.dir", config_path.parent / "with", *steps)
+    words = ("--run.dir", config_path.parent / "with", "--run.writers", "tensorboard")
+    done = train(config_path, "--nproc", 2, *words, *steps)
     assert done.returncode == 0, done.stderr
     assert "evaluation every 2 steps and after the last: all held-out sequences" in done.stdout
     without = config_path.with_name("without.toml")
@@ -221,6 +223,9 @@ def test_evaluations_of_a_run(config_path: Path) -> None:
     losses = {step["step"]: step["eval_loss"] for step in found if "eval_loss" in step}
     assert list(losses) == [2, 4, 5]
     assert f"step 4/5  held-out loss {losses[4]:.4f}" in done.stdout
+    values = scalars(config_path.parent / "with")
+    assert values["eval_loss"] == [(step, pytest.approx(loss)) for step, loss in losses.items()]
+    assert values["loss"] == [(step["step"], pytest.approx(step["loss"])) for step in found]
     summary = read_summary(config_path.parent / "with" / "summary.json")
     assert (summary.num_evaluations, summary.eval_loss_first, summary.eval_loss_last) == (3, losses[2], losses[5])
     assert f"{losses[2]:.4f} / {losses[5]:.4f}, best {min(losses.values()):.4f} of 3" in done.stdout

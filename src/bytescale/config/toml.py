@@ -37,7 +37,14 @@ _EXCLUSIVE = {
     "eval": ("tokens", "sequences"),
 }
 _INTEGER_LIMIT = 1 << 63
-_EXPECTED = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", dict: "a table"}
+_EXPECTED = {
+    int: "an integer",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a string",
+    dict: "a table",
+    tuple: "a list of words",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +260,8 @@ def _choices(hint: Any) -> tuple[type, ...]:
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:
     choices = _choices(hint)
+    if tuple in choices:
+        return _words(name, value)
     if type(value) is int and not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
         raise UserError(f"{name} = {value} does not fit in 64 bits")
     if isinstance(value, str) and (not value or "\0" in value):
@@ -263,6 +272,14 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
     if float in choices and type(value) is int:
         return float(value)
     raise UserError(f"{name} must be {_expected(choices)}, not {_show(value)}")
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    """A list of words; one word, or several with commas between, will do for a list."""
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise UserError(f"{name} must be {_EXPECTED[tuple]}, not {_show(value)}")
+    return tuple(_coerce(name, word.strip(), str) for word in words)
 
 
 def _expected(choices: tuple[type, ...]) -> str:

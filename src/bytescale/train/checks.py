@@ -12,6 +12,7 @@ from bytescale.data.sources import open_source
 from bytescale.data.tokenizers import tokenizer_file
 from bytescale.errors import UserError, nearest
 from bytescale.planner import STRATEGIES
+from bytescale.report.writers import check_writers
 from bytescale.runtime.model.origin import check_origin
 from bytescale.train.evaluation.held_out import check_held_out
 from bytescale.train.run_dir import check_run_dir
@@ -33,6 +34,7 @@ def check_first(config: Config, world_size: int) -> None:
     tokenizer_file(config.data)
     open_source(config.data)
     check_held_out(config)
+    check_writers(config.run.writers)
     if config.plan.profile is not None:
         read_profile(Path(config.plan.profile))
     check_run_dir(Path(config.run.dir), save_model=config.run.save_model, overwrite=config.run.overwrite)

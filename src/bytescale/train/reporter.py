@@ -7,7 +7,7 @@ the end, also of a run that was stopped or failed: `summary.json` says which.
 import json
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from bytescale.config.schema import Config
-from bytescale.config.toml import write_config
+from bytescale.config.toml import config_to_dict, write_config
 from bytescale.data import StepData
 from bytescale.errors import counted
 from bytescale.files import shown, write_text_atomically
 from bytescale.report import EvaluationLine, Progress, RunIdentity, StepLine, write_summary
+from bytescale.report.writers import Line, open_writers
 from bytescale.runtime.world import World
 from bytescale.trace import Span, write_trace
 from bytescale.train.agreement import versions
@@ -39,10 +40,17 @@ class Reporter:
     """The voice of a run; `open_reporter` makes it, on rank 0."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, totals: RunTotals, metrics_file: MetricsFile, progress: Progress
+        self,
+        config: Config,
+        prepared: Prepared,
+        totals: RunTotals,
+        metrics_file: MetricsFile,
+        progress: Progress,
+        write_elsewhere: Callable[[Line], list[str]],
     ) -> None:
         self._config, self._prepared = config, prepared
         self._totals, self._metrics_file, self._progress = totals, metrics_file, progress
+        self._write_elsewhere = write_elsewhere
         self._run_dir = Path(config.run.dir)
         self._warned: set[str] = set()
         self._has_ended = False
@@ -58,6 +66,8 @@ class Reporter:
         if evaluation is not None:
             line |= evaluation.to_json()
         self._metrics_file.write(line)
+        for failure in self._write_elsewhere(line):
+            self.note(failure)
         self._totals.add(data, metrics, evaluation)
         names = {field.name for field in fields(StepLine)}
         values = {name: value for name, value in asdict(metrics).items() if name in names}
@@ -107,7 +117,8 @@ def open_reporter(
         metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl"))
         progress = stack.enter_context(Progress(config.train.steps))
         totals = RunTotals(run_identity(config, world, num_parameters), prepared.dataset.counts)
-        reporter = Reporter(config, prepared, totals, metrics_file, progress)
+        writers = open_writers(config.run.writers, run_dir, config_to_dict(config))
+        reporter = Reporter(config, prepared, totals, metrics_file, progress, stack.enter_context(writers))
         for note in prepared.lines:
             reporter.note(note)
         yield reporter

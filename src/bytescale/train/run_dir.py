@@ -21,6 +21,7 @@ from bytescale.train.saving.model_dir import is_interrupted, may_replace, recove
 MODEL = "model"
 METRICS = "metrics.jsonl"
 _BEGIN = ("config.toml", "processes.json", METRICS)
+_WRITERS = ("tensorboard", "wandb")
 _END = ("trace.json", "summary.json", "report.html")
 _LOCK_PATIENCE_S = 2.0
 
@@ -88,6 +89,8 @@ def open_run_dir(run_dir: Path, *, overwrite: bool = False) -> Iterator[None]:
                 (run_dir / name).unlink(missing_ok=True)
             for leftover in (path for name in (*_BEGIN, *_END, MODEL) for path in run_dir.glob(f".{name}.*")):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            for name in _WRITERS:
+                shutil.rmtree(run_dir / name, ignore_errors=True)
             if may_replace(run_dir / MODEL) and (run_dir / MODEL).exists():
                 shutil.rmtree(run_dir / MODEL)
         yield
