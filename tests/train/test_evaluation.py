@@ -179,6 +179,19 @@ def test_an_evaluation_takes_the_same_sequences_whatever_the_seed(config: Config
     )
 
 
+def test_a_share_of_the_data_can_be_held_out(config: Config) -> None:
+    asked = replace(config, data=replace(config.data, validation=0.2), eval=EvalConfig(every=1))
+    check_first(asked, 4)
+    prepared = prepare(asked, 4)
+    assert prepared.held_out is not None
+    held_out, trained = prepared.held_out.dataset, prepared.dataset
+    assert held_out.counts.documents + trained.counts.documents == 200
+    assert 20 < held_out.counts.documents < 60
+    assert not set(held_out.starts.tolist()) & set(trained.starts.tolist())
+    own = prepare(replace(asked, eval=config.eval), 4).held_out
+    assert own is not None and len(own.dataset) == 23
+
+
 def test_a_batch_is_cut_into_batches() -> None:
     lengths = np.array([5, 3, 9, 1, 1, 1])
     batch = GlobalBatch(np.arange(6), lengths, lengths - 1)
@@ -192,7 +205,7 @@ def test_what_cannot_be_evaluated_is_refused(config: Config) -> None:
             check_first(replace(config, eval=EvalConfig(**settings)), 4)
         return str(caught.value)
 
-    assert refusal(every=5) == "eval.every = 5 has nothing to evaluate; set eval.path"
+    assert refusal(every=5) == "eval.every = 5 has nothing to evaluate; set data.validation, such as 0.01, or eval.path"
     assert refusal(path="/nowhere.jsonl") == "held-out documents: eval.path = /nowhere.jsonl does not exist"
     tree = refusal(path="/etc/hosts", source="text-tree")
     assert tree.startswith("held-out documents: eval.path = /etc/hosts is not a directory")

@@ -285,7 +285,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """The loss on documents that are not trained on. Without held-out documents nothing is evaluated."""
+    """The loss on documents that are not trained on: those of `path`, else those that `data.validation` holds out."""
 
     every: int = 0
     """steps between evaluations; one follows the last step in any case, 0 is that one alone"""
@@ -294,7 +294,8 @@ class EvalConfig:
     """kind of the held-out documents' source, as `data.source`, which it is by default"""
 
     path: str | None = path_field(glob=True)
-    """held-out documents: directory, file or glob; read, tokenised and cut as `[data]` says"""
+    """held-out documents: directory, file or glob; read, tokenised and cut as `[data]` says; without it those of
+    `data.validation`"""
 
     tokens: int | None = unit_field("tokens")
     """most tokens of an evaluation, the same sequences every time; without this or `sequences` all are taken"""

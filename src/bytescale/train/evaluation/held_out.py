@@ -70,7 +70,8 @@ def eval_data(config: Config) -> DataConfig | None:
     """`[data]` as it reads the own source of `[eval]`; None where there is none."""
     if config.eval.path is None and config.eval.source is None:
         return None
-    return replace(config.data, source=config.eval.source or config.data.source, path=config.eval.path)
+    source = config.eval.source or config.data.source
+    return replace(config.data, source=source, path=config.eval.path, validation=0.0)
 
 
 def check_held_out(config: Config) -> None:
@@ -83,8 +84,10 @@ def check_held_out(config: Config) -> None:
     if data is not None:
         with _in_words_of_eval():
             open_source(data)
-    elif config.eval.every > 0:
-        raise UserError(f"eval.every = {config.eval.every} has nothing to evaluate; set eval.path")
+    elif config.eval.every > 0 and config.data.validation == 0:
+        raise UserError(
+            f"eval.every = {config.eval.every} has nothing to evaluate; set data.validation, such as 0.01, or eval.path"
+        )
 
 
 def open_held_out(config: Config, tokenizer: Tokenizer) -> HeldOut | None:
@@ -94,11 +97,12 @@ def open_held_out(config: Config, tokenizer: Tokenizer) -> HeldOut | None:
         UserError: they cannot be read, or have nothing to predict.
     """
     data = eval_data(config)
-    if data is None:
-        return None
-    with _in_words_of_eval():
-        dataset = open_dataset(data, tokenizer)
-    return held_out_batches(dataset, config)
+    if data is not None:
+        with _in_words_of_eval():
+            return held_out_batches(open_dataset(data, tokenizer), config)
+    if config.data.validation > 0:
+        return held_out_batches(open_dataset(config.data, tokenizer, "validation"), config)
+    return None
 
 
 def held_out_batches(dataset: SequenceDataset, config: Config) -> HeldOut:
