@@ -18,9 +18,11 @@ from rich.console import Console
 
 from bytescale.errors import UserError
 from bytescale.report import (
+    EvaluationLine,
     Progress,
     RunSummary,
     StepLine,
+    evaluation_line,
     progress_line,
     read_summary,
     summary_table,
@@ -95,7 +97,7 @@ class _Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in ("rect",):
+        if tag not in ("rect", "line"):
             assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
@@ -328,3 +330,23 @@ def test_a_run_outlives_the_reader_of_its_output() -> None:
     # Neither these lines nor closing the stream failed; what is no closed pipe still does.
     with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as full:
         say("lost", full)
+
+
+def test_evaluations_and_restarts_are_in_the_loss_chart(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [STEP | {"step": n, "loss": 6.0 - n} for n in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bare = write_report(tmp_path).read_text()
+    assert "held-out documents" not in bare and "began again" not in bare
+    lines[1]["eval_loss"], lines[3]["eval_loss"] = 5.0, None
+    for line, count in zip(lines, (1, 1, 1, 2, 2), strict=True):
+        line["restarts"] = count
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = _Page(write_report(tmp_path).read_text())
+    assert "held-out documents" in page.text
+    assert "began again at step 4" in page.text and "the run began again at steps 1, 4." in page.text
+    assert sum(attributes.get("class") == "mark" for _, attributes in page.tags) == 2
+
+
+def test_the_line_of_an_evaluation() -> None:
+    line = EvaluationLine(step=50, steps=100, loss=3.21, tokens=12345, sequences=1, time_s=1.2)
+    assert evaluation_line(line) == "step  50/100  held-out loss 3.2100  12,345 targets in 1 sequence  1.20 s"

@@ -9,9 +9,10 @@ _STYLE = """
 --c0:#2563eb;--c1:#d97706;--c2:#059669;--c3:#dc2626;--c4:#7c3aed;--c5:#0891b2;--c6:#9f5f1a;--c7:#64748b}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--soft:#98a3ad;--page:#14181c;--card:#1c2227;--edge:#313940;
 --c0:#6ea0ff;--c1:#f0a545;--c2:#3fc493;--c3:#f47272;--c4:#ab8bf5;--c5:#3fbad4;--c6:#c99763;--c7:#94a3b8}}
-*{box-sizing:border-box}
+*{box-sizing:border-box;min-width:0}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1240px;margin:0 auto;padding:28px 20px 60px}
+.fact,.sub,.note,.legend{overflow-wrap:anywhere}
 h1{font-size:24px;margin:0 0 2px}h2{font-size:15px;margin:0 0 8px;font-weight:600}
 .sub,.note{color:var(--soft);margin:0 0 18px}.note{margin:6px 0 0;font-size:13px}
 .facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:12px;margin:0 0 16px}
@@ -20,12 +21,16 @@ h1{font-size:24px;margin:0 0 2px}h2{font-size:15px;margin:0 0 8px;font-weight:60
 .fact span{color:var(--soft);font-size:13px}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,480px),1fr));gap:14px}
 .wide{grid-column:1/-1;overflow-x:auto}
-svg{width:100%;height:auto;display:block}
+svg{width:100%;height:auto;display:block;overflow:visible}
 svg text{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
-.grid{stroke:var(--edge)}.line{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.grid{stroke:var(--edge)}.mark{stroke:var(--soft);stroke-dasharray:4 3}
+.line{fill:none;stroke-width:1.8;stroke-linejoin:round}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;font-size:13px;color:var(--soft)}
 .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px;vertical-align:-1px}
 pre{margin:0;overflow-x:auto;font-size:13px;line-height:1.45}
+@media(max-width:640px){main{padding:16px 10px 40px}.fact,.chart{padding:10px}
+.facts{grid-template-columns:repeat(auto-fill,minmax(140px,1fr));gap:8px}
+svg text{font-size:15px}.wide svg{min-width:900px}.wide svg text{font-size:11px}}
 """
 
 

@@ -94,7 +94,7 @@ def _charts(metrics: Metrics) -> list[Chart]:
         Series("waiting for data", _column(metrics, "data_wait_s")),
     ]
     return [
-        Chart("Loss", line_chart(one("loss"))),
+        _loss_chart(metrics),
         Chart("Tokens per second", line_chart(one("tokens_per_s"), units.count, zero=True)),
         Chart(
             "Imbalance",
@@ -105,6 +105,24 @@ def _charts(metrics: Metrics) -> list[Chart]:
         Chart("Gradient norm before clipping", line_chart(one("grad_norm"), zero=True)),
         Chart("Peak memory", line_chart(one("peak_memory_bytes"), units.size), "The largest over the ranks."),
         Chart("Planning and data", line_chart(waits, units.duration, zero=True)),
+    ]
+
+
+def _loss_chart(metrics: Metrics) -> Chart:
+    series = [Series("training", _column(metrics, "loss"))]
+    if any("eval_loss" in step for step in metrics):
+        series.append(Series("held-out documents", _column(metrics, "eval_loss")))
+    begun = restarts(metrics)
+    marks = [(step, f"began again at step {step}") for step in begun]
+    note = f"Dashed: the run began again at step{'s' * (len(begun) > 1)} {', '.join(map(str, begun))}." if begun else ""
+    return Chart("Loss", line_chart(series, marks=marks), note)
+
+
+def restarts(metrics: Metrics) -> list[int]:
+    """The first step after each time that the run began again."""
+    counts = [step.get("restarts", 0) for step in metrics]
+    return [
+        step["step"] for step, count, before in zip(metrics, counts, [0, *counts[:-1]], strict=True) if count != before
     ]
 
 

@@ -34,7 +34,11 @@ class Series:
 
 
 def line_chart(
-    series: Sequence[Series], form: Callable[[float], str] = units.significant, *, zero: bool = False
+    series: Sequence[Series],
+    form: Callable[[float], str] = units.significant,
+    *,
+    zero: bool = False,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Lines over the step number.
 
@@ -42,6 +46,7 @@ def line_chart(
         series: at most `NUM_COLOURS` lines.
         form: how the labels of the vertical axis are written.
         zero: whether the vertical axis begins at 0.
+        marks: steps that something happened before, each with what it was.
     """
     lines = [[(x, y) for x, y in one.points if abs(y) < MAX_VALUE] for one in series]
     xs = [x for line in lines for x, _ in line]
@@ -61,6 +66,13 @@ def line_chart(
     parts = [_y_axis(ticks, place, form)]
     for tick in _step_ticks(x_low, x_high):
         parts.append(_text(place((tick, y_low))[0], _HEIGHT - 12, units.count(tick), "middle"))
+    for x, what in marks:
+        if x_low <= x <= x_high:
+            across = place((x, y_low))[0]
+            parts.append(
+                f'<line class="mark" x1="{across:.1f}" x2="{across:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
+                f"<title>{escape(what)}</title></line>"
+            )
     for number, line in enumerate(lines):
         thin = [place(point) for point in thinned(line)]
         if len(thin) == 1:
