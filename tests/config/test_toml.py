@@ -50,7 +50,7 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
         *("data.begin_token", "data.max_context", "data.overlong", "data.validation", "data.cache_dir"),
         *("batch.tokens", "batch.sequences"),
         *("parallel.pp_size", "parallel.tp_size", "parallel.hdp_size", "parallel.shard_size"),
-        *("plan.strategy", "plan.tokens_per_rank", "plan.offload", "plan.profile"),
+        *("plan.strategy", "plan.tokens_per_rank", "plan.offload", "plan.offload_cap", "plan.profile"),
         *("offload.dir", "offload.limit_bytes", "offload.min_bytes"),
         *("train.steps", "train.lr", "train.min_lr_ratio", "train.warmup_steps", "train.weight_decay"),
         *("train.beta1", "train.beta2", "train.grad_clip", "train.device", "train.dtype"),

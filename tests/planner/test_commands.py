@@ -57,6 +57,24 @@ def test_every_strategy_writes_a_plan_that_checks(strategy: str, tmp_path: Path)
     assert json.loads(run(plan, "--check", str(path), "--json"))["valid"] is True
 
 
+def test_the_cap_on_equation_3_is_an_option() -> None:
+    asked = (
+        "--lengths",
+        "lognormal:mean=400000,sigma=0.01,max=450000",
+        "--batch-sequences",
+        "1",
+        "--ranks",
+        "64",
+        "--json",
+    )
+
+    def degree(*more: str) -> int:
+        return max(int(d) for d in json.loads(run(plan, *asked, "--strategy", "hdp-naive", *more))["cp_degree"])
+
+    assert degree("--offload-cap", "inf") < degree() < degree("--offload", "off")
+    assert degree("--offload-cap", "1.5") == degree()
+
+
 def test_explain_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text = run(plan, *BATCH, "--explain", "--plot", str(tmp_path / "plan.png"))

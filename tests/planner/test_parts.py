@@ -3,6 +3,7 @@
 import heapq
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 from bytescale.cost import dense_flops, preset_cost
 from bytescale.cost.model import layer_time_s
+from bytescale.errors import UserError
 from bytescale.plan.memory import resident_tokens
 from bytescale.planner.parts.degrees import (
-    OFFLOAD_CAP,
     least_ratio,
     least_work_degrees,
     paper_degrees,
@@ -145,14 +146,17 @@ def test_stacked_gangs_have_one_number_on_all_ranks(degrees: list[int], hdp_size
         assert sorted(micro_batches[ranks == rank].tolist()) == list(range(counts[rank]))
 
 
-def problem(lengths: object, *, offload: object = "auto", hdp_size: int = 64, cluster: str = "paper") -> Problem:
+def problem(
+    lengths: Any, *, offload: Any = "auto", hdp_size: int = 64, cluster: str = "paper", **others: Any
+) -> Problem:
     cost = preset_cost("llama-7b", cluster)
-    return make_problem(lengths, hdp_size=hdp_size, tokens_per_rank=8192, cost=cost, offload=offload)  # type: ignore[arg-type]
+    return make_problem(lengths, hdp_size=hdp_size, tokens_per_rank=8192, cost=cost, offload=offload, **others)
 
 
+@pytest.mark.parametrize("cap", [1.5, 3.0, math.inf])
 @pytest.mark.parametrize("length", [100, 8192, 8193, 12000, 16384, 30000, 65536, 262144, 400000])
-def test_equation_3_against_a_search_over_ratios(length: int) -> None:
-    asked = problem([length])
+def test_equation_3_against_a_search_over_ratios(length: int, cap: float) -> None:
+    asked = problem([length], offload_cap=cap)
     choice = paper_degrees(asked)
     degree, ratio = int(choice.degree[0]), float(choice.offload_ratio[0])
     layers, capacity = asked.num_layers, asked.tokens_per_rank
@@ -163,12 +167,18 @@ def test_equation_3_against_a_search_over_ratios(length: int) -> None:
     fewest = -(-length // capacity)
     for r in allowed:
         needed = math.ceil((2 + (1 - r) * (layers - 2)) * length / (layers * capacity) - 1e-9)
-        fewest = min(fewest, max(needed, math.ceil(length / (OFFLOAD_CAP * capacity)), 1))
+        fewest = min(fewest, max(needed, math.ceil(length / (cap * capacity)), 1))
     # A piece is a whole number of tokens, which may cost one rank more than the real-valued formula.
     assert fewest <= degree <= fewest + 1
     tokens = np.array([-(-length // degree)])
     assert resident_tokens(tokens, np.array([ratio]), layers)[0] <= capacity * (1 + 1e-9)
     assert ratio * copy <= compute * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cap", [0.5, -1, math.nan, True, "2"])
+def test_a_cap_below_one_is_refused(cap: Any) -> None:
+    with pytest.raises(UserError, match=r"offload_cap is .*; it is a multiple of tokens_per_rank, at least 1"):
+        problem([100], offload_cap=cap)
 
 
 def test_least_ratio_is_tight() -> None:

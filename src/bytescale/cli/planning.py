@@ -22,7 +22,7 @@ from bytescale.cost.profile import Profile, beyond_range, profile_cost, read_pro
 from bytescale.errors import UserError, nearest
 from bytescale.lengths.source import batches, length_source
 from bytescale.lengths.table import LengthSource
-from bytescale.planner.problem import Offload, Problem, make_problem
+from bytescale.planner.problem import OFFLOAD_CAP, Offload, Problem, make_problem
 
 COSTS = ("dense-flops",)
 TABLE_WIDTH = 120
@@ -61,6 +61,7 @@ class Request:
     context: int | None
     cost: CostModel
     offload: Offload
+    offload_cap: float
     seed: int
     rank_speed: npt.NDArray[np.float64] | None
     profile: Profile | None = None
@@ -88,6 +89,7 @@ class Request:
             context=self.context,
             pp_size=self.pp_size,
             offload=self.offload,
+            offload_cap=self.offload_cap,
             seed=self.seed,
             rank_speed=self.rank_speed,
             allow_blocks=allow_blocks,
@@ -116,6 +118,13 @@ _OPTIONS = (
         help="A file of `bytescale profile` in place of model and cluster, or dense-flops: s*(12h + s), h = 4096.",
     ),
     click.option("--offload", default="auto", show_default=True, help="auto, off, or one ratio in [0, 1]."),
+    click.option(
+        "--offload-cap",
+        type=click.FloatRange(min=1),
+        default=OFFLOAD_CAP,
+        show_default=True,
+        help="With auto, most tokens of a rank under Eq. 3 (hdp-*), times C; inf: Eq. 3 as printed.",
+    ),
     click.option("--rank-speed", type=UserPath(), help="File with a relative speed for each rank."),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the drawn batch and of any search."),
 )
@@ -155,6 +164,7 @@ def request(
     recompute: bool,
     cost_name: str | None,
     offload: str,
+    offload_cap: float,
     rank_speed: Path | None,
     seed: int,
 ) -> Request:
@@ -187,6 +197,7 @@ def request(
         context=context,
         cost=chosen_cost(model, cluster, cost_name, tp_size, recompute=recompute),
         offload=parse_offload(offload),
+        offload_cap=offload_cap,
         seed=seed,
         rank_speed=None if rank_speed is None else read_rank_speed(rank_speed),
         profile=chosen_profile(cost_name),

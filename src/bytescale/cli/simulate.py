@@ -119,7 +119,7 @@ def simulate_command(
 
 _PLANNING_ONLY = (
     *("lengths", "ranks", "pp_size", "tokens_per_rank", "batch_tokens", "batch_sequences", "context", "offload"),
-    *("rank_speed", "seed", "strategy", "num_batches"),
+    *("offload_cap", "rank_speed", "seed", "strategy", "num_batches"),
 )
 
 

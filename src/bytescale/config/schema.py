@@ -178,8 +178,12 @@ class PlanConfig:
     """activation capacity of a rank for one micro-batch, in tokens"""
 
     offload: str | float = "auto"
-    """`auto`: per sequence, by Eq. 3 of the paper; `off`; or a ratio in 0..1 for every piece. Without a
+    """`auto`: chosen per sequence by the strategy; `off`; or a ratio in 0..1 for every piece. Without a
     profile `auto` is `off` on CUDA, and on a CPU offloads only what the ranks cannot hold otherwise"""
+
+    offload_cap: float = 1.5
+    """with `auto`, most tokens of a rank where a strategy follows Eq. 3 of the paper (`hdp-naive`, `hdp-balance`), as a
+    multiple of `plan.tokens_per_rank`; a number above the layers of a rank never binds: Eq. 3 as printed"""
 
     profile: str | None = path_field()
     """file that `bytescale profile` made of this model on this machine; without one costs are estimated from the
@@ -193,6 +197,7 @@ class PlanConfig:
             )
         else:
             require(0 <= self.offload <= 1, f"plan.offload = {self.offload}; a ratio lies in 0..1")
+        require_at_least("plan.offload_cap", self.offload_cap, 1)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from bytescale.cost.model import CostModel
 from bytescale.cost.predict import predict
 from bytescale.errors import UserError, nearest
 from bytescale.plan.step_plan import StepPlan
-from bytescale.planner.problem import Offload, Problem, make_problem
+from bytescale.planner.problem import OFFLOAD_CAP, Offload, Problem, make_problem
 from bytescale.planner.strategies.best import plan_best
 from bytescale.planner.strategies.chunked import plan_chunked
 from bytescale.planner.strategies.fcp import plan_fcp
@@ -117,6 +117,7 @@ def plan(
     context: int | None = None,
     pp_size: int = 1,
     offload: Offload = "auto",
+    offload_cap: float = OFFLOAD_CAP,
     seed: int = 0,
     rank_speed: Sequence[float] | npt.ArrayLike | None = None,
     allow_blocks: bool = False,
@@ -134,6 +135,7 @@ def plan(
         context=context,
         pp_size=pp_size,
         offload=offload,
+        offload_cap=offload_cap,
         seed=seed,
         rank_speed=rank_speed,
         allow_blocks=allow_blocks,

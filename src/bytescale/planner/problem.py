@@ -19,6 +19,8 @@ from bytescale.plan.validate import MAX_RANKS
 
 Offload = Literal["auto", "off"] | float
 
+OFFLOAD_CAP = 1.5
+"""Most tokens of a rank under Eq. 3, as a multiple of C, where nothing else is asked; docs/offload.md says why."""
 
 MAX_TOKENS = 2**48
 
@@ -36,6 +38,7 @@ class Problem:
         context: longest sequence `static` must hold.
         pp_size: pipeline stages.
         offload: `auto`, `off`, or one ratio for every piece.
+        offload_cap: most tokens of a rank as a multiple of C, where `auto` follows Eq. 3; at least 1.
         rank_speed: relative speed of each rank, mean 1, or None. Shape [hdp_size].
         seed: of any random search.
         allow_blocks: whether a search may return a plan in the "blocks" layout.
@@ -49,6 +52,7 @@ class Problem:
     context: int
     pp_size: int = 1
     offload: Offload = "off"
+    offload_cap: float = OFFLOAD_CAP
     rank_speed: FloatArray | None = None
     seed: int = 0
     allow_blocks: bool = False
@@ -125,6 +129,7 @@ def make_problem(
     context: int | None = None,
     pp_size: int = 1,
     offload: str | float = "auto",
+    offload_cap: float = OFFLOAD_CAP,
     seed: int = 0,
     rank_speed: Sequence[float] | npt.ArrayLike | None = None,
     allow_blocks: bool = False,
@@ -139,6 +144,8 @@ def make_problem(
         context: longest sequence `static` must hold; None is the longest of this batch.
         pp_size: pipeline stages.
         offload: `auto` chooses per sequence, `off` moves nothing, a number in [0, 1] is the ratio of every piece.
+        offload_cap: with `auto`, most tokens of a rank under Eq. 3 (`hdp-naive`, `hdp-balance`) as a multiple of
+            tokens_per_rank; infinity is Eq. 3 as printed.
         seed: of the random part of a search, where a strategy has one.
         rank_speed: measured relative speed of each rank; None takes all as equal.
         allow_blocks: let `best` return a plan in the "blocks" layout where that is shorter; `train` cannot run one.
@@ -166,6 +173,7 @@ def make_problem(
         context=int(values.max()) if context is None else int(context),
         pp_size=int(pp_size),
         offload=_check_offload(offload),
+        offload_cap=_check_offload_cap(offload_cap),
         rank_speed=_check_speed(rank_speed, int(hdp_size)),
         seed=seed,
         allow_blocks=allow_blocks,
@@ -181,6 +189,12 @@ def _check_offload(offload: Any) -> Offload:
     elif isinstance(offload, int | float | np.floating) and not isinstance(offload, bool) and 0 <= offload <= 1:
         return float(offload)
     raise UserError(f"offload is {offload!r}; it is auto, off or a ratio in 0..1")
+
+
+def _check_offload_cap(cap: Any) -> float:
+    if isinstance(cap, int | float | np.floating) and not isinstance(cap, bool) and cap >= 1:
+        return float(cap)
+    raise UserError(f"offload_cap is {cap!r}; it is a multiple of tokens_per_rank, at least 1")
 
 
 def _check_speed(rank_speed: Any, hdp_size: int) -> FloatArray | None:

@@ -160,6 +160,7 @@ def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str
             cost=cost,
             pp_size=config.parallel.pp_size,
             offload=offload,
+            offload_cap=config.plan.offload_cap,
             context=config.data.max_context if strategy == "static" else None,
             seed=config.train.seed,
         )

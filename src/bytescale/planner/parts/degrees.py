@@ -8,9 +8,10 @@ tokens on the device, k = min(2, l), and may keep C. So at degree D the least ra
 Paper, Eq. 3 (`paper_degrees`): the largest ratio whose copy hides behind one layer's compute is
 r_hi = min(1, T(s) * B / Act(s)); offloading is worth starting from r_lo = min(1, l*C / ((l - k)*s)), one rank's worth.
 With r_hi >= r_lo the fewest ranks are ceil(kept(r_hi) * s / C), and the ratio is then lowered to r(D), which needs no
-more ranks. The paper is silent on r_hi < r_lo: nothing is offloaded and D = ceil(s / C). Taken literally fewest ranks
-can lose half the speed, so a rank never takes more than `OFFLOAD_CAP` * C tokens, and only a sequence that all ranks
-together cannot hold otherwise goes beyond, its exposed copies counted.
+more ranks. The paper is silent on r_hi < r_lo: nothing is offloaded and D = ceil(s / C). Ours beside it: a rank never
+takes more than `problem.offload_cap` * C tokens (1.5; Eq. 3 itself has no such limit), since fewest ranks, taken
+literally, make the longest sequence last longer than the step. Only a sequence that all ranks together cannot hold
+otherwise goes beyond, its exposed copies counted.
 
 Ours (`least_work_degrees`): among a ladder of degrees that memory allows, the one with the least rank-seconds; then
 `widen` raises degrees until a sequence's time fits a target or falls no more.
@@ -28,9 +29,6 @@ from bytescale.cost.model import constant_s, layer_time_s, piece_times_s
 from bytescale.plan.memory import NUM_RESIDENT_LAYERS, capacity_tokens, kept_share, least_offload_ratio
 from bytescale.planner.problem import Problem, too_long
 
-OFFLOAD_CAP = 1.5
-"""Most tokens of a rank under the paper's rule, as a multiple of C; beyond it fewer ranks lose more than they free."""
-
 LEAST_PIECE_TOKENS = 64
 """Widening never makes pieces smaller than this: below it real kernels gain nothing, whatever coefficients say."""
 
@@ -47,7 +45,7 @@ BINDING = (
     "fits one rank",
     "memory: ceil(s / C) ranks, too little compute to hide a copy worth a rank",
     "copy: the largest ratio that hides behind compute",
-    f"cap: {OFFLOAD_CAP:g} * C tokens a rank",
+    "cap: offload_cap * C tokens a rank",
     "ranks: all of them, copies exposed",
 )
 """What a `binds` code means."""
@@ -77,7 +75,7 @@ def hidden_ratio(problem: Problem, lengths: IntArray) -> FloatArray:
 
 
 def paper_degrees(problem: Problem) -> Degrees:
-    """Eq. 3 under the stated cap.
+    """Eq. 3 under `problem.offload_cap`.
 
     Raises:
         UserError: a sequence needs more ranks than exist.
@@ -93,7 +91,7 @@ def paper_degrees(problem: Problem) -> Degrees:
         high = hidden_ratio(problem, lengths)
         low = np.minimum(1.0, num_layers * capacity / ((num_layers - resident) * lengths))
         by_copy = np.ceil(kept_share(high, num_layers) * lengths / capacity - 1e-9).astype(np.int64)
-        by_cap = np.ceil(lengths / (OFFLOAD_CAP * capacity)).astype(np.int64)
+        by_cap = np.ceil(lengths / (problem.offload_cap * capacity)).astype(np.int64)
         fewest = np.maximum(np.maximum(by_copy, by_cap), 1)
         # Pieces are whole tokens, so the least ratio can lie a token above the hidden one: then one more rank.
         fewest += least_ratio(problem, lengths, fewest) > high
