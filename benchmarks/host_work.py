@@ -77,7 +77,7 @@ def lengths_of(num_sequences: int, *, mixed: bool) -> list[int]:
 def measure(world: World, dtype: torch.dtype, *, mixed: bool) -> list[dict[str, Any]]:
     """One row a number of sequences."""
     model = LossModel(build_decoder(MODEL, load_model_config(MODEL, NUM_TOKENS), 0))
-    shard_model(model, world.group, world.device, dtype)
+    shard_model(model, world, dtype)
     rows = []
     for num_sequences in NUM_SEQUENCES:
         lengths = lengths_of(num_sequences, mixed=mixed)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import on_ranks, report
-from bytescale.config.schema import Config
+from bytescale.config.schema import Config, ParallelConfig
 from bytescale.config.toml import load_config
 from bytescale.cost.profile import make_profile, profile_cost
 from bytescale.data import StepData, next_batch, read_micro_batch
@@ -43,8 +43,7 @@ from bytescale.profiler.measure import (
 )
 from bytescale.runtime.attention.kernels import select_kernel
 from bytescale.runtime.fsdp import shard_model
-from bytescale.runtime.p2p import PeerToPeer
-from bytescale.runtime.world import World
+from bytescale.runtime.world import World, join_groups
 from bytescale.simulator import StepOverheads, simulate
 from bytescale.train.prepare import Prepared, prepare
 from bytescale.train.step import run_step
@@ -67,22 +66,7 @@ def open_pinned_world(rank: int, size: int) -> World:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
-    device, group = torch.device("cpu"), dist.group.WORLD
-    assert group is not None
-    comm = PeerToPeer(dist.new_group(), 600.0, device)
-    return World(
-        rank=rank,
-        size=size,
-        hdp_rank=rank,
-        hdp_size=size,
-        stage=0,
-        pp_size=1,
-        device=device,
-        everyone=group,
-        group=group,
-        comm=comm,
-        pipe=None,
-    )
+    return join_groups(rank, size, ParallelConfig(), torch.device("cpu"), 600.0)
 
 
 def measure_profile(config: Config, prepared: Prepared, world: World) -> Any:
@@ -164,7 +148,7 @@ def compare(rank: int, size: int, repeats: int, cpu_time: bool) -> dict[str, Any
     prepared = prepare(config, size)
     cost = measure_profile(config, prepared, world)
     model = build_model(config, prepared)
-    shard_model(model, world.group, world.device, torch.float32)
+    shard_model(model, world, torch.float32)
     kernel = select_kernel(world.device)
 
     clock = time.thread_time if cpu_time else time.perf_counter

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import on_ranks, report, timed
-from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, PlanConfig
+from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig, PlanConfig
 from bytescale.data import StepData, next_batch, read_micro_batch
 from bytescale.data.batches import LoaderState
 from bytescale.plan.share import rank_share
@@ -57,8 +57,8 @@ def _batches(prepared: Prepared, planner: Any, rank: int, number: int) -> list[S
 def _against_plain(rank: int, size: int, number: int) -> list[dict[str, float]]:
     """Forward, backward and reduction of the same packs: ours, and Transformers with torch's attention."""
     prepared = prepare(CONFIG, 1)
-    model, world = build_model(CONFIG, prepared), join_groups(rank, size, 1, torch.device("cpu"), 600.0)
-    shard_model(model, world.group, world.device, torch.float32)
+    model, world = build_model(CONFIG, prepared), join_groups(rank, size, ParallelConfig(), torch.device("cpu"), 600.0)
+    shard_model(model, world, torch.float32)
     plain = AutoModelForCausalLM.from_config(prepared.model_config, attn_implementation="sdpa").train()
     steps = _batches(prepared, prepared.planner, rank, number)
 
@@ -105,8 +105,8 @@ def _strategies(rank: int, size: int, number: int) -> list[dict[str, float]]:
     """The same batches under two strategies, step by step in turn."""
     config = replace(CONFIG, plan=PlanConfig(tokens_per_rank=2048), batch=BatchConfig(tokens=16384))
     prepared = prepare(config, size)
-    model, world = build_model(config, prepared), join_groups(rank, size, 1, torch.device("cpu"), 600.0)
-    shard_model(model, world.group, world.device, torch.float32)
+    model, world = build_model(config, prepared), join_groups(rank, size, ParallelConfig(), torch.device("cpu"), 600.0)
+    shard_model(model, world, torch.float32)
     planners: dict[str, Callable[..., Any]] = {
         name: make_planner(config, prepared.shape, size, name) for name in ("static", "hdp-naive")
     }

@@ -9,10 +9,12 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.processes import preloaded
 
@@ -23,16 +25,33 @@ POOL_SIZE = 8
 class Ranks:
     """What a test function gets: its rank, and two groups over the first `size` ranks.
 
-    `blocks[n]` are two groups over the n neighbours beside which this rank stands, as the ranks of one pipeline stage.
-    `replicas[n]` is the group of every n-th of four ranks that this one belongs to.
+    `maker()` gives what `join_groups` makes groups with; they are made once, by their members, and used again.
     """
 
     rank: int
     size: int
     group: Any
     mesh_group: Any
-    blocks: dict[int, tuple[Any, Any]]
-    replicas: dict[int, Any]
+    made: dict[tuple[tuple[int, ...], int], Any]
+
+    def maker(self) -> Callable[[Any], Any]:
+        """Makes the group of some ranks; asked again for the same ranks, another one."""
+        asked: Counter[tuple[int, ...]] = Counter()
+
+        def new_group(members: Any) -> Any:
+            import torch.distributed as dist
+
+            line = tuple(members)
+            asked[line] += 1
+            key = line, asked[line]
+            if self.rank in line and key not in self.made:
+                # torch would put into the name how many groups a rank has, in which the members may differ.
+                name = f"{'-'.join(map(str, line))} {asked[line]}"
+                with mock.patch("torch.distributed.distributed_c10d._process_group_name", return_value=name):
+                    self.made[key] = dist.new_group(list(line), use_local_synchronization=True)
+            return self.made.get(key)
+
+        return new_group
 
 
 def _worker(rank: int, store_path: str, connection: Any) -> None:
@@ -44,24 +63,13 @@ def _worker(rank: int, store_path: str, connection: Any) -> None:
     store = dist.FileStore(store_path, POOL_SIZE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=POOL_SIZE)
     groups = {n: (dist.new_group(list(range(n))), dist.new_group(list(range(n)))) for n in range(1, POOL_SIZE + 1)}
-    blocks: dict[int, tuple[Any, Any]] = {}
-    for size in (1, 2, 3):
-        for begin in range(0, POOL_SIZE - size + 1, size):
-            members = list(range(begin, begin + size))
-            pair = dist.new_group(members), dist.new_group(members)
-            if rank in members:
-                blocks[size] = pair
-    replicas: dict[int, Any] = {1: groups[4][0]}
-    for members in ([0, 2], [1, 3]):
-        group = dist.new_group(members)
-        if rank in members:
-            replicas[2] = group
+    made: dict[tuple[tuple[int, ...], int], Any] = {}
     connection.send("ready")
     while (task := connection.recv()) is not None:
         size, seconds, function, args = task
         faulthandler.dump_traceback_later(seconds, exit=False)
         try:
-            connection.send((True, function(Ranks(rank, size, *groups[size], blocks, replicas), *args)))
+            connection.send((True, function(Ranks(rank, size, *groups[size], made), *args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()

@@ -27,10 +27,10 @@ from bytescale.config.schema import TrainConfig
 from bytescale.errors import UserError
 from bytescale.files import file_digest
 from bytescale.runtime.flat import flat_shapes
-from bytescale.runtime.fsdp import shard_model, whole_tensor
+from bytescale.runtime.fsdp import shard_model
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.stages import stage_model
-from bytescale.runtime.world import ShardGroups
+from bytescale.runtime.sharded import whole_tensor
 from bytescale.train.optimizer import make_optimizer
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import UNEVEN, even_stages, small_decoder, world_of
@@ -39,15 +39,14 @@ STEPS = 3
 
 
 def sharded(
-    ranks: Ranks, architecture: str, tied: bool, pp_size: int, shard_size: int | None, seed: int
+    ranks: Ranks, architecture: str, tied: bool, pp_size: int, shard_size: int | None, tp_size: int, seed: int
 ) -> tuple[LossModel, torch.optim.Optimizer]:
     """A model in some layout. Three layers of sizes that hardly any number of ranks divides, tied ones as columns."""
     sizes = UNEVEN if tied else {"intermediate_size": 51}
     decoder = small_decoder(architecture, seed, tie_word_embeddings=tied, num_hidden_layers=3, vocab_size=97, **sizes)
-    world = world_of(ranks, pp_size=pp_size)
+    world = world_of(ranks, pp_size=pp_size, shard_size=shard_size, tp_size=tp_size)
     model = stage_model(decoder, even_stages(decoder, pp_size), world.stage)
-    shards = None if shard_size is None else ShardGroups(ranks.blocks[shard_size][0], ranks.replicas[shard_size])
-    shard_model(model, world.group, world.device, torch.float32, shards)
+    shard_model(model, world, torch.float32)
     return model, make_optimizer(model, TrainConfig(lr=1e-2))
 
 
@@ -88,21 +87,25 @@ def _load(ranks: Ranks, directory: Path, index: Index, layout: Any) -> Any:
     return state_of(slices, model, optimizer)
 
 
-LAYOUTS: list[tuple[int, tuple[int, int | None]]] = [
-    (1, (1, None)),
-    (3, (1, None)),
-    (4, (1, 2)),
-    (4, (2, None)),
-    (3, (3, None)),
-    (8, (1, None)),
+LAYOUTS: list[tuple[int, tuple[int, int | None, int]]] = [
+    (1, (1, None, 1)),
+    (3, (1, None, 1)),
+    (4, (1, 2, 1)),
+    (4, (2, None, 1)),
+    (3, (3, None, 1)),
+    (8, (1, None, 1)),
 ]
-"""Ranks, and (pipeline stages, ranks of a copy)."""
+"""Ranks, and (pipeline stages, ranks of a copy, TP ranks)."""
+WITH_TP = [(4, (1, None, 2)), (6, (1, None, 2)), (8, (2, None, 2)), (8, (1, 2, 2))]
+"""Three ranks cut the rows of what two TP ranks cut already, unevenly."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("llama", True), ("mixtral", False)])
 def test_any_layout_reads_what_any_other_wrote(ranks: RankPool, tmp_path: Path, architecture: str, tied: bool) -> None:
-    for number, (size, layout) in enumerate(LAYOUTS):
+    # The heads of the sizes that are stored as columns cannot be shared.
+    layouts = LAYOUTS if tied else LAYOUTS + WITH_TP
+    for number, (size, layout) in enumerate(layouts):
         directory = tmp_path / str(number)
         directory.mkdir()
         stored = ranks.run(size, _store, directory, (architecture, tied, *layout))
@@ -112,15 +115,23 @@ def test_any_layout_reads_what_any_other_wrote(ranks: RankPool, tmp_path: Path, 
         # Each box once: `read_index` has proven that the parts have the elements of the whole.
         with TensorReader(directory, index) as reader:
             assert all(torch.equal(reader.whole(name), tensor) for name, tensor in expected.items())
-        other_size, other = LAYOUTS[(number + 1) % len(LAYOUTS)]
+        other_size, other = layouts[(number + 1) % len(layouts)]
         for state in ranks.run(other_size, _load, directory, index, (architecture, tied, *other)):
             assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
 
 
 def _two_dimensions(ranks: Ranks, rows: int, tp_dim: int) -> Any:
     """A weight that tensor parallelism cut along `tp_dim` and FSDP2 then along its rows."""
+    new_group = ranks.maker()
+
+    def own(lines: list[list[int]]) -> Any:
+        return next(group for line in lines if (group := new_group(line)) is not None and ranks.rank in line)
+
     mesh = DeviceMesh.from_group(
-        [ranks.replicas[2], ranks.blocks[2][0]], "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("fsdp", "tp")
+        [own([[0, 2], [1, 3]]), own([[0, 1], [2, 3]])],
+        "cpu",
+        torch.arange(4).view(2, 2),
+        mesh_dim_names=("fsdp", "tp"),
     )
     weight = torch.arange(rows * 4, dtype=torch.float32).view(rows, 4)
     module = torch.nn.Linear(4, rows, bias=False)

@@ -1,13 +1,13 @@
 """Small random decoders of several architectures, and one training step on a plan written by hand."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from bytescale.config.schema import ModelConfig
+from bytescale.config.schema import ModelConfig, ParallelConfig
 from bytescale.data import GlobalBatch, StepData, TokenMicroBatch
 from bytescale.plan.share import rank_share
 from bytescale.plan.step_plan import StepPlan
@@ -17,9 +17,7 @@ from bytescale.runtime.fsdp import full_gradients, shard_model
 from bytescale.runtime.model.decoder import LossModel, build_decoder, recompute_layers
 from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.model.stages import layer_ranges, stage_model
-from bytescale.runtime.p2p import PeerToPeer
-from bytescale.runtime.transport import Transport, transport_of
-from bytescale.runtime.world import World, open_pipe
+from bytescale.runtime.world import World, Wrap, join_groups
 from bytescale.train.step import StepResult, run_step
 from tests.ranks import Ranks
 
@@ -37,6 +35,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, "sliding_window": 4096},
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
 }
 UNEVEN: dict[str, Any] = {
     "hidden_size": 1025,
@@ -100,33 +99,17 @@ def micro_batches(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]]) -
     return tuple(result)
 
 
-Wrap = Callable[[str, Transport], Transport]
-"""Puts something between a link of this name and its transport."""
-
-
-def world_of(ranks: Ranks, timeout_s: float = 60.0, pp_size: int = 1, wrap: Wrap | None = None) -> World:
-    """The pool's ranks as the trainer sees them, as stages of pipelines if asked."""
-    device = torch.device("cpu")
-    hdp_size = ranks.size // pp_size
-    stage, hdp_rank = divmod(ranks.rank, hdp_size)
-    sharding, attention = (ranks.mesh_group, ranks.group) if pp_size == 1 else ranks.blocks[hdp_size]
-    groups = {"attention": attention} | ({"forward": ranks.group, "backward": ranks.mesh_group} if pp_size > 1 else {})
-    links = {name: transport_of(group, device) for name, group in groups.items()}
-    if wrap is not None:
-        links = {name: wrap(name, transport) for name, transport in links.items()}
-    return World(
-        rank=ranks.rank,
-        size=ranks.size,
-        hdp_rank=hdp_rank,
-        hdp_size=hdp_size,
-        stage=stage,
-        pp_size=pp_size,
-        device=device,
-        everyone=ranks.mesh_group,
-        group=sharding,
-        comm=PeerToPeer(None, timeout_s, device, transport=links.pop("attention")),
-        pipe=open_pipe(list(links.values()), hdp_size, timeout_s, device),
-    )
+def world_of(
+    ranks: Ranks,
+    timeout_s: float = 60.0,
+    pp_size: int = 1,
+    wrap: Wrap | None = None,
+    tp_size: int = 1,
+    shard_size: int | None = None,
+) -> World:
+    """The pool's ranks as the trainer sees them, as stages of pipelines or TP ranks if asked."""
+    parallel = ParallelConfig(pp_size=pp_size, tp_size=tp_size, shard_size=shard_size)
+    return join_groups(ranks.rank, ranks.size, parallel, torch.device("cpu"), timeout_s, ranks.maker(), wrap)
 
 
 def step_data(plan: StepPlan, rank: int, masked: dict[int, Sequence[int]] | None = None, step: int = 1) -> StepData:
@@ -146,11 +129,12 @@ def train_step(
     checkpointing: bool = False,
     masked: dict[int, Sequence[int]] | None = None,
     wrap: Wrap | None = None,
+    tp_size: int = 1,
     **extra: Any,
 ) -> tuple[float, dict[str, torch.Tensor], StepResult]:
     """(loss mean, whole gradients of this stage, result) of one step on `plan`, from the model that seed 0 gives."""
     decoder = in_type(small_decoder(architecture, **extra), master)
-    return step_of(ranks, plan, decoder, dtype, checkpointing=checkpointing, masked=masked, wrap=wrap)
+    return step_of(ranks, plan, decoder, dtype, checkpointing=checkpointing, masked=masked, wrap=wrap, tp_size=tp_size)
 
 
 def step_of(
@@ -162,14 +146,15 @@ def step_of(
     checkpointing: bool = False,
     masked: dict[int, Sequence[int]] | None = None,
     wrap: Wrap | None = None,
+    tp_size: int = 1,
 ) -> tuple[float, dict[str, torch.Tensor], StepResult]:
     """The same for a whole decoder, which is cut and sharded."""
-    world = world_of(ranks, pp_size=plan.pp_size, wrap=wrap)
+    world = world_of(ranks, pp_size=plan.pp_size, wrap=wrap, tp_size=tp_size)
     stages = even_stages(decoder, plan.pp_size)
     model = stage_model(decoder, stages, world.stage)
     if checkpointing:
         recompute_layers(model.decoder)
-    shard_model(model, world.group, world.device, dtype)
+    shard_model(model, world, dtype)
     data = step_data(plan, world.hdp_rank, masked)
     result = run_step(model, CpuKernel(), world, data)
     loss = float(world.all_gather_numbers([result.loss_sum]).sum()) / data.batch.total_targets

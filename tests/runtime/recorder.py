@@ -150,6 +150,9 @@ class _Stand:
     compute_dtype: torch.dtype = torch.float32
     decoder: Any = field(default_factory=lambda: SimpleNamespace(config=SimpleNamespace(hidden_size=1)))
 
+    def num_rows(self, num_tokens: int) -> int:
+        return num_tokens
+
     def __call__(self, source: Any, labels_T: Any, position_ids_T: Any, context: AttentionContext) -> torch.Tensor:
         hidden_TE = source if not self.world.is_first else torch.zeros(len(source), 1, requires_grad=True)
         for layer in range(self.num_layers):

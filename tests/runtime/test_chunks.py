@@ -97,7 +97,7 @@ def _offloaded(ranks: Ranks, directory: str) -> tuple[list[str], int]:
     decoder = small_decoder("llama", num_hidden_layers=8).train()
     world = world_of(ranks, pp_size=2)
     model = stage_model(decoder, layer_ranges([4, 4]), world.stage)
-    shard_model(model, world.group, world.device, torch.float32)
+    shard_model(model, world, torch.float32)
     leaving = replace(TWO, pieces=replace(TWO.pieces, offload_ratio=np.full(len(TWO.pieces), 1.0)))
     offloader = Offloader(model, lambda: DiskTier(Path(directory), 1 << 30), 512)
     results = []

@@ -1,6 +1,7 @@
 """Model states: evenly stored on any number of ranks; the same gradients and update whatever the shards."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from bytescale.runtime.fsdp import (
     whole_tensor,
 )
 from bytescale.runtime.model.decoder import LossModel
-from bytescale.runtime.world import ShardGroups
 from bytescale.train.optimizer import make_optimizer
 from bytescale.train.step import run_step
 from tests.plans import drawn, placed
@@ -132,7 +132,8 @@ def test_states_are_stored_evenly(name: str, fake_world: int) -> None:
     model = LossModel(decoder)
     whole = sum(p.numel() for p in model.parameters())
     assert dist.group.WORLD is not None
-    shard_model(model, dist.group.WORLD, torch.device("cpu"), torch.bfloat16)
+    world: Any = SimpleNamespace(group=dist.group.WORLD, device=torch.device("cpu"), shards=None, tp=None)
+    shard_model(model, world, torch.bfloat16)
     stored = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
     assert whole / fake_world <= stored <= 1.02 * whole / fake_world
 
@@ -144,19 +145,18 @@ def test_a_parameter_is_cut_where_its_group_divides_it() -> None:
 
 def _step(ranks: Ranks, shard_size: int, architecture: str, extra: dict[str, Any]) -> Any:
     """Gradients, norm, and the state after a clipped AdamW step."""
-    world = world_of(ranks)
+    world = world_of(ranks, shard_size=shard_size)
     plan = placed([61, 40, 9, 30], [[(0, 0), (1, 0), (2, 0)], [(3, 0), (1, 1)], [(2, 1)], [(3, 1)]], ranks.size)
     model = LossModel(small_decoder(architecture, **extra))
-    shards = ShardGroups(ranks.blocks[shard_size][0], ranks.replicas[shard_size]) if shard_size < ranks.size else None
-    shard_model(model, world.group, world.device, torch.float32, shards)
+    shard_model(model, world, torch.float32)
     shapes = flat_shapes(model.decoder)
     assert bool(shapes) == (shard_size > 1 and extra.get("intermediate_size") == 97)
     run_step(model, CpuKernel(), world, step_data(plan, world.hdp_rank))
     gradients = {name: g.clone() for name, g in full_gradients(model).items()}
-    norm = gradient_norm(model)
+    norm = gradient_norm(model, world)
     optimizer = make_optimizer(model, TrainConfig(lr=1e-2))
     clip_gradients(model, norm, norm / 2)
-    clipped = gradient_norm(model)
+    clipped = gradient_norm(model, world)
     optimizer.step()
     return (
         gradients,

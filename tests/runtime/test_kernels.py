@@ -137,7 +137,7 @@ def _model_calls(ranks: Ranks) -> list[int]:
     """Calls of a forward and a backward through a sharded model in bf16, for few and for many sequences."""
     world = world_of(ranks)
     model = LossModel(small_decoder("llama"))
-    shard_model(model, world.group, world.device, torch.bfloat16)
+    shard_model(model, world, torch.bfloat16)
     counts = []
     for length in (200, 200, 100, 2):  # the first warms up
         lengths = [length] * (2000 // length)

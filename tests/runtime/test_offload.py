@@ -44,7 +44,7 @@ def compare(ranks: Ranks, directory: str, dtype: torch.dtype, checkpointing: boo
     if checkpointing:
         recompute_layers(decoder)
     model, world = LossModel(decoder), world_of(ranks)
-    shard_model(model, world.group, world.device, dtype)
+    shard_model(model, world, dtype)
     weights = [p.detach().clone() for p in model.parameters()]
 
     def three_steps(ratio: float, offloader: Offloader | None) -> tuple[list[dict[str, torch.Tensor]], list[Any]]:

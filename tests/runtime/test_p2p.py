@@ -115,7 +115,9 @@ def test_a_stage_sends_only_what_its_neighbour_expects(output: torch.Tensor, wor
     log: Program = []
     world = recorded_world(drawn("5", "0", pp_size=2), 0, log)
     model: Any = SimpleNamespace(
-        compute_dtype=torch.float32, decoder=SimpleNamespace(config=SimpleNamespace(hidden_size=4))
+        compute_dtype=torch.float32,
+        decoder=SimpleNamespace(config=SimpleNamespace(hidden_size=4)),
+        num_rows=lambda num_tokens: num_tokens,
     )
     inputs: Any = [SimpleNamespace(num_tokens=5)]
     before = len(log)

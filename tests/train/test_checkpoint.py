@@ -60,7 +60,7 @@ def _save(
     model_config, world = decoder.config, world_of(ranks, pp_size=pp_size)
     stages = layer_ranges([1, 1] if pp_size == 2 else [2])
     model = stage_model(decoder, stages, world.stage)
-    shard_model(model, world.group, world.device, TORCH_DTYPES[dtype])
+    shard_model(model, world, TORCH_DTYPES[dtype])
     config = config_of(dtype=dtype)
     prepared: Any = SimpleNamespace(model_config=model_config, stages=stages, tokenizer=load_tokenizer(config.data))
     live: list[int] = []

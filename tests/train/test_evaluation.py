@@ -17,8 +17,9 @@ from bytescale.data import GlobalBatch, StepLoader, cut_batch
 from bytescale.errors import UserError
 from bytescale.report import read_summary
 from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.fsdp import shard_model, whole_tensor
+from bytescale.runtime.fsdp import shard_model
 from bytescale.runtime.model.decoder import build_decoder
+from bytescale.runtime.sharded import whole_tensor
 from bytescale.train.checks import check_first
 from bytescale.train.evaluation.evaluate import evaluate
 from bytescale.train.optimizer import make_optimizer

@@ -93,7 +93,7 @@ def _gradients(
     if layout is not None:
         prepared = replace(prepared, planner=free_planner(config, world.hdp_size))
     model = build_model(config, prepared, world.stage)
-    shard_model(model, world.group, world.device, torch.float32)
+    shard_model(model, world, torch.float32)
     results, layouts = [], set()
     with StepLoader(prepared.dataset, config.batch, 0, prepared.planner, world.hdp_rank, num_steps=num_steps) as loader:
         for data in loader:

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard, _StridedShardOffsetMode
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bytescale.arrays import IntArray
 from bytescale.runtime.flat import flat_shapes
 from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.sharded import is_split
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,26 +45,32 @@ class Slice:
 
 def model_slices(model: LossModel) -> list[Slice]:
     """What this rank holds of the parameters of `model`, which may be sharded."""
-    copied, flat = model.copied_weight(), flat_shapes(model.decoder)
+    flat = flat_shapes(model.decoder)
     return [
         found
         for turn, (name, parameter) in enumerate(model.decoder.named_parameters())
         for found in _slices(
-            model.whole_name(name), parameter, turn, may_write=parameter is not copied, flat=flat.get(name)
+            model.whole_name(name), parameter, turn, may_write=_may_write(model, parameter), flat=flat.get(name)
         )
     ]
 
 
 def optimizer_slices(model: LossModel, optimizer: torch.optim.Optimizer) -> list[Slice]:
     """What this rank holds of the state of `optimizer`; a parameter that was never updated has none."""
-    copied, flat = model.copied_weight(), flat_shapes(model.decoder)
+    flat = flat_shapes(model.decoder)
     found: list[Slice] = []
     for turn, (name, parameter) in enumerate(model.decoder.named_parameters()):
         for key, value in optimizer.state.get(parameter, {}).items():
-            may_write = parameter is not copied and (value.ndim > 0 or _is_first_shard(parameter, turn))
+            may_write = _may_write(model, parameter) and (value.ndim > 0 or _is_first_shard(parameter, turn))
             shape = flat.get(name) if value.ndim > 0 else None
             found += _slices(state_name(key, model.whole_name(name)), value, turn, may_write=may_write, flat=shape)
     return found
+
+
+def _may_write(model: LossModel, parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank is of those that store `parameter`: not a copy for a stage, nor one of another TP rank."""
+    is_ours = model.tp is None or model.tp.rank == 0 or is_split(parameter)
+    return is_ours and parameter is not model.copied_weight()
 
 
 def make_optimizer_state(model: LossModel, optimizer: torch.optim.Optimizer, stored: Iterable[str]) -> None:
@@ -156,18 +162,12 @@ def _held(tensor: torch.Tensor) -> list[IntArray]:
     """The indices of the whole that this rank holds, a column for each dimension."""
     held = [np.arange(size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
-        for placement, size, index in _axes(tensor):
-            if placement.is_replicate():
-                continue
-            indices = held[placement.dim]
-            if isinstance(placement, _StridedShard):
-                # Both of tensor parallelism and FSDP2 cut this dimension, FSDP2 last: what is held has gaps.
-                every = _StridedShardOffsetMode.ALL
-                mine: Any = placement.local_shard_size_and_offset(len(indices), size, index, every)[1]
-            else:
-                length, begin = placement.local_shard_size_and_offset(len(indices), size, index)
-                mine = slice(begin, begin + length)
-            held[placement.dim] = indices[mine]
+        # Tensor parallelism, the last axis, cuts first, and FSDP2 what it leaves, along the same dimension or not.
+        for placement, size, index in reversed(_axes(tensor)):
+            if not placement.is_replicate():
+                indices = held[placement.dim]
+                length, begin = Shard(placement.dim).local_shard_size_and_offset(len(indices), size, index)
+                held[placement.dim] = indices[begin : begin + length]
     return held
 
 

@@ -124,10 +124,10 @@ class ParallelConfig:
     """Device mesh. When `hdp_size` is given, pp_size * tp_size * hdp_size must equal the world size."""
 
     pp_size: int = 1
-    """pipeline stages; world rank = stage * hdp_size + hdp_rank"""
+    """pipeline stages; world rank = (stage * hdp_size + hdp_rank) * tp_size + tp_rank"""
 
     tp_size: int = 1
-    """tensor-parallel ranks; above 1 is not available yet"""
+    """ranks that share every layer of an HDP rank: heads, hidden units, whole experts, vocabulary; must divide them"""
 
     hdp_size: int | None = None
     """ranks of the HDP axis; when given, pp_size * tp_size * hdp_size must equal the world"""

@@ -11,10 +11,13 @@ SUM, never a mean; the division happens once, in fp32, on the sharded gradients.
 Cost: whole parameters and whole gradients live for the length of a step on every rank (as in ZeRO-1); one all-gather
 and one reduce-scatter a step whatever the number of micro-batches. The optimizer sees shards: of all ranks, or of
 `shard_size` neighbours, which then gather among themselves; their sums are added up over the groups once more (HSDP).
+
+With tensor parallelism each TP rank has all this for its own parts of the weights; what the TP ranks hold whole (norms,
+routers) has its gradient summed over them once, after the reduction, in one all-reduce.
 """
 
 from collections.abc import Sequence
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -32,7 +35,10 @@ from bytescale.runtime.attention.work import local_work
 from bytescale.runtime.flat import flat_shapes, store_flat
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.p2p import PeerToPeer
-from bytescale.runtime.world import ShardGroups
+from bytescale.runtime.sharded import is_split, local_tensor, split_dim, whole_tensor
+from bytescale.runtime.tensor_parallel.group import TensorGroup
+from bytescale.runtime.tensor_parallel.layers import split_model
+from bytescale.runtime.world import World
 
 MAX_PADDING = 0.01
 """A parameter is stored as a column if its cut would be padded by a larger share of its elements,"""
@@ -41,29 +47,26 @@ MIN_PADDING = 1024
 """and by at least this many in all: fewer are not worth a view."""
 
 
-def shard_model(
-    model: LossModel,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    dtype: torch.dtype,
-    shards: ShardGroups | None = None,
-) -> None:
-    """Shard the parameters of `model` over `group`, in place: one FSDP2 unit a layer, one for the rest. A collective.
+def shard_model(model: LossModel, world: World, dtype: torch.dtype) -> None:
+    """Split `model` over the TP ranks and shard it over the HDP ranks, in place; a collective.
+
+    One FSDP2 unit a layer, one for the rest.
 
     Args:
-        model: whole model in its master type; on the meta device it stays there.
-        group: all HDP ranks; not the group that attention uses.
-        device: where it trains.
+        model: whole model of this stage in its master type; on the meta device it stays there.
+        world: where the stage stands. Its device is where the model trains.
         dtype: type of compute; gradients are accumulated and reduced in the master type.
-        shards: groups of this rank when fewer ranks than all share a copy; None shards over all of `group`.
     """
     master = next(model.parameters())
     if not master.is_meta:
-        model.to(device)
+        model.to(world.device)
     model.compute_dtype = dtype
-    shard_size = group.size() if shards is None else shards.copy.size()
+    mesh = state_mesh(world)
+    if world.tp is not None:
+        split_model(model, mesh["tp"], world.tp)
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+    shard_size = mesh.size(mesh.ndim - 1)
     store_flat(model, lambda shape: is_uneven(shape, shard_size))
-    mesh = _mesh(group, device, shards)
     mixed = dtype != master.dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master.dtype) if mixed else MixedPrecisionPolicy()
     for module in (*model.layers, model):
@@ -72,7 +75,7 @@ def shard_model(
             mesh=mesh,
             reshard_after_forward=False,
             mp_policy=policy,
-            shard_placement_fn=lambda parameter: shard_placement(parameter.shape, shard_size),
+            shard_placement_fn=lambda parameter: _placement(parameter, shard_size),
         )
     for module in sharded_modules(model):
         # Neither call is recursive. A plain sum; gloo has no scaled one.
@@ -80,13 +83,25 @@ def shard_model(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _mesh(group: dist.ProcessGroup, device: torch.device, shards: ShardGroups | None) -> DeviceMesh:
-    """`group` as a line of ranks, or as copies x shards."""
-    if shards is None:
-        return DeviceMesh.from_group(group, device.type)
-    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, shards.copy.size())
-    groups = [shards.replicas, shards.copy]
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replica", "shard"))
+def state_mesh(world: World) -> DeviceMesh:
+    """The ranks of this stage as (hdp), with copies (replica, shard), and with tensor parallelism (..., tp).
+
+    Made from the groups of `world`, which have its bound; nothing is exchanged.
+    """
+    axes, shards = {"hdp": world.group}, world.shards
+    if shards is not None:
+        axes = {"replica": shards.replicas, "shard": shards.copy}
+    if world.tp is not None:
+        axes["tp"] = world.tp.group
+    if len(axes) == 1:
+        return DeviceMesh.from_group(world.group, world.device.type)
+    # The HDP ranks of this TP rank, and with each the TP ranks beside it.
+    hdp_ranks = torch.tensor(dist.get_process_group_ranks(world.group))
+    ranks = hdp_ranks[:, None] - world.tp_rank + torch.arange(world.tp_size)
+    shape = [group.size() for group in axes.values()]
+    return DeviceMesh.from_group(
+        list(axes.values()), world.device.type, mesh=ranks.view(shape), mesh_dim_names=tuple(axes)
+    )
 
 
 def shard_placement(shape: Sequence[int], shard_size: int) -> Shard:
@@ -105,6 +120,13 @@ def is_uneven(shape: Sequence[int], shard_size: int) -> bool:
     size = shape[shard_placement(shape, shard_size).dim]
     padding = (ceil_div(size, shard_size) * shard_size - size) * (prod(shape) // size)
     return padding > MAX_PADDING * prod(shape) and padding >= MIN_PADDING
+
+
+def _placement(parameter: torch.Tensor, shard_size: int) -> Shard:
+    """`shard_placement` of what a TP rank has, along another dimension than the TP ranks' where one divides."""
+    local, dim = local_tensor(parameter), split_dim(parameter)
+    other = next((d for d, size in enumerate(local.shape) if d != dim and size % shard_size == 0), None)
+    return shard_placement(local.shape, shard_size) if other is None else Shard(other)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -143,6 +165,8 @@ def reduce(model: LossModel, kernel: AttentionKernel, comm: PeerToPeer, num_targ
     one_token = AttentionContext(local_work([1]), kernel, comm)
     output = model(model.one_token(device), torch.full_like(zero_T, IGNORED_LABEL), zero_T, one_token)
     (output.sum() * 0).backward()
+    if model.tp is not None:
+        _sum_over_tp(model, model.tp)
     # A parameter that takes no part in the model's forward has no gradient, on any rank.
     torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], float(num_targets))
 
@@ -153,30 +177,43 @@ def _set_synchronisation(model: Any, active: bool) -> None:
     model.set_is_last_backward(active)
 
 
-def gradient_norm(model: LossModel, without: nn.Parameter | None = None) -> float:
-    """Norm of the whole gradients of this stage, leaving out `without`; a collective of the stage."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None and p is not without]
-    return float(whole_tensor(torch.nn.utils.get_total_norm(gradients)))
+def _sum_over_tp(model: LossModel, tp: TensorGroup) -> None:
+    """Add up over the TP ranks the gradients of the weights that each of them holds whole.
+
+    Every rank has seen its own rows, or its own heads, through such a weight, so its gradient is a term of a sum; of
+    whatever it is the weight. Gradients are sharded alike on the TP ranks of an HDP rank.
+    """
+    parts = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None and not is_split(p)]
+    summed = tp.sum_(torch.cat([part.flatten() for part in parts]))
+    for part, total in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
+        part.copy_(total.view_as(part))
+
+
+def gradient_norm(model: LossModel, world: World, without: nn.Parameter | None = None) -> float:
+    """Norm of the gradients of all stages, every weight counted once; a collective of the world.
+
+    Args:
+        model: this stage, gradients reduced.
+        world: the ranks.
+        without: a weight of this stage that another one counts.
+    """
+    counts_copy = world.shards is None or world.shards.replicas.rank() == 0
+    own = [
+        local_tensor(p.grad)
+        for p in model.parameters()
+        if p.grad is not None and p is not without and counts_copy and (world.tp_rank == 0 or is_split(p))
+    ]
+    square = float(torch.stack(torch._foreach_norm(own, 2, dtype=torch.float64)).square().sum()) if own else 0.0
+    return sqrt(float(world.all_gather_numbers([square]).sum()))
 
 
 def clip_gradients(model: LossModel, norm: float, max_norm: float) -> None:
     """Scale gradients of global norm `norm` to at most `max_norm`; 0 leaves them."""
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, torch.tensor(norm))
+    if 0 < max_norm < norm:
+        torch._foreach_mul_([local_tensor(p.grad) for p in model.parameters() if p.grad is not None], max_norm / norm)
 
 
 def full_gradients(model: LossModel) -> dict[str, torch.Tensor]:
     """Whole gradient of every parameter, by name; a collective."""
     shapes = flat_shapes(model)
     return {name: whole_tensor(p.grad, shapes.get(name)) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def whole_tensor(tensor: Any, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """The whole of a sharded tensor, on every rank; a collective. Anything else as it is.
-
-    Args:
-        tensor: a parameter or its gradient.
-        shape: in the model, from `flat_shapes`, where it is stored as a column.
-    """
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole if shape is None else whole.view(shape)

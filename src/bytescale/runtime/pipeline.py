@@ -11,7 +11,7 @@ from the other direction is received while this one computes. A send is never wa
 Memory in flight is bounded by the warm-up depth: pp_size - stage micro-batches, and what the longest unit of chunks
 adds; buffers of sends live one operation longer.
 
-Shapes: T rows of a micro-batch, E hidden size.
+Shapes: T rows of a micro-batch, R those of this TP rank, E hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def run_stage(
         on_operation: called after each with (micro_batch, FORWARD | BACKWARD).
 
     Returns:
-        The summed loss of the targets on the last stage, 0 elsewhere; an fp64 scalar.
+        The summed loss of the targets on the first TP rank of the last stage, 0 elsewhere; an fp64 scalar.
     """
     stage = _Stage(model, micro_batches, world)
     # A micro-batch without tokens on this rank has nothing to compute and nothing to send, on every stage.
@@ -79,7 +79,7 @@ def run_stage(
                 stage.forward(number, then)
             else:
                 stage.backward(number, then)
-        for link in (world.comm, *world.pipe):
+        for link in world.links:
             link.next_operation()
         on_operation(number, direction)
     for link in world.pipe:
@@ -108,7 +108,8 @@ class _Stage:
             self.in_flight[number] = source, output
             self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         if self.world.is_last:
-            self.loss_sum += output.detach()
+            # The TP ranks of an HDP rank have the same loss, and it counts once.
+            self.loss_sum += output.detach() if self.world.tp_rank == 0 else 0
         else:
             self._send((number, FORWARD), output.detach()[0])
 
@@ -126,9 +127,9 @@ class _Stage:
         """The input of an operation: a hidden state for a forward, a gradient for a backward."""
         if operation not in self.inbox:
             self._receive(operation)
-        transfer, buffer_TE = self.inbox.pop(operation)
+        transfer, buffer_RE = self.inbox.pop(operation)
         self.world.pipe[operation[1]].wait(transfer)
-        return buffer_TE
+        return buffer_RE
 
     def _expect(self, then: Operation | None, direction: int) -> None:
         """Receive what the next operation needs while this one computes, if it comes from the other direction.
@@ -143,23 +144,27 @@ class _Stage:
 
     def _receive(self, operation: Operation) -> None:
         number, direction = operation
-        shape = (self.micro_batches[number].num_tokens, self.model.decoder.config.hidden_size)
-        buffer_TE = torch.empty(shape, dtype=self.model.compute_dtype, device=self.world.device)
-        message = Message(self.world.pipe_source(direction), buffer_TE, number)
-        self.inbox[operation] = self.world.pipe[direction].post("pipeline", [], [message]), buffer_TE
+        shape = self._shape(number)
+        buffer_RE = torch.empty(shape, dtype=self.model.compute_dtype, device=self.world.device)
+        message = Message(self.world.pipe_source(direction), buffer_RE, number)
+        self.inbox[operation] = self.world.pipe[direction].post("pipeline", [], [message]), buffer_RE
 
-    def _send(self, operation: Operation, tensor_TE: Tensor) -> None:
+    def _shape(self, number: int) -> tuple[int, int]:
+        """Of the hidden states of a micro-batch that this rank passes on: [R, E]."""
+        return self.model.num_rows(self.micro_batches[number].num_tokens), self.model.decoder.config.hidden_size
+
+    def _send(self, operation: Operation, tensor_RE: Tensor) -> None:
         number, direction = operation
-        expected = (self.micro_batches[number].num_tokens, self.model.decoder.config.hidden_size)
-        if tensor_TE.shape != expected or tensor_TE.dtype != self.model.compute_dtype:
+        expected = self._shape(number)
+        if tensor_RE.shape != expected or tensor_RE.dtype != self.model.compute_dtype:
             raise ValueError(
-                f"stage {self.world.stage} made hidden states of shape {tuple(tensor_TE.shape)} and type "
-                f"{tensor_TE.dtype}; its neighbour expects {expected} and {self.model.compute_dtype}"
+                f"stage {self.world.stage} made hidden states of shape {tuple(tensor_RE.shape)} and type "
+                f"{tensor_RE.dtype}; its neighbour expects {expected} and {self.model.compute_dtype}"
             )
         pipe = self.world.pipe[direction]
         # Older ones have arrived: the neighbour has answered them, or could not be where it is.
         pipe.drain(keep=self.most_in_flight + 1)
-        pipe.post("pipeline", [Message(self.world.pipe_target(direction), tensor_TE.contiguous(), number)], [])
+        pipe.post("pipeline", [Message(self.world.pipe_target(direction), tensor_RE.contiguous(), number)], [])
 
 
 def add_tied_gradients(model: LossModel, world: World) -> None:

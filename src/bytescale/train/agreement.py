@@ -89,7 +89,7 @@ def check_same_run(world: World, facts: Mapping[str, str], weights: str) -> None
         UserError: names a rank, what differs, and both values.
     """
     digests = _gather_digests(world, [_digest(facts), _digest({"weights": weights})])
-    first_of_stage = [rank - rank % world.hdp_size for rank in range(world.size)]
+    first_of_stage = [rank - rank % world.stage_size for rank in range(world.size)]
     if all(
         shared == digests[0][0] and own == digests[first][1]
         for (shared, own), first in zip(digests, first_of_stage, strict=True)

@@ -26,8 +26,6 @@ def check_first(config: Config, world_size: int) -> None:
     """
     if config.plan.strategy not in STRATEGIES:
         raise UserError(f"unknown plan.strategy {config.plan.strategy!r}; {nearest(config.plan.strategy, STRATEGIES)}")
-    if config.parallel.tp_size != 1:
-        raise UserError(f"parallel.tp_size = {config.parallel.tp_size} cannot be run yet; leave it at 1")
     config.parallel.check_world_size(world_size)
     check_origin(config.model)
     check_tokenizer(config)
@@ -37,4 +35,9 @@ def check_first(config: Config, world_size: int) -> None:
     check_writers(config.run.writers)
     if config.plan.profile is not None:
         read_profile(Path(config.plan.profile))
+        if config.parallel.tp_size > 1:
+            raise UserError(
+                f"plan.profile was measured on ranks of one device, parallel.tp_size is {config.parallel.tp_size}; "
+                "leave plan.profile out"
+            )
     check_run_dir(Path(config.run.dir), save_model=config.run.save_model, overwrite=config.run.overwrite)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bytescale.config.schema import BYTE_TOKENIZER, Config
+from bytescale.config.schema import BYTE_TOKENIZER, Config, ParallelConfig
 from bytescale.config.tokenizer import file_of, is_own, own_tokenizer
 from bytescale.data import Tokenizer
 from bytescale.errors import counted
@@ -27,6 +27,7 @@ def opening_lines(config: Config, model_config: Any, tokenizer: Tokenizer, world
         "template": _template(config),
         "context": _context(config, model_config),
         "compute": f"{config.train.dtype} on {_devices(config, world_size)}, {_recomputation(config)}",
+        **_layout(config.parallel, world_size),
         "model saved": _saved(config),
     }
     width = max(map(len, facts))
@@ -91,6 +92,15 @@ def _context(config: Config, model_config: Any) -> str:
 
 def _devices(config: Config, world_size: int) -> str:
     return f"{counted(world_size, 'rank')} of one {'GPU' if config.train.device == 'cuda' else 'CPU process'} each"
+
+
+def _layout(parallel: ParallelConfig, world_size: int) -> dict[str, str]:
+    """What stands on which axis; nothing where all ranks are HDP ranks."""
+    if parallel.pp_size == parallel.tp_size == 1:
+        return {}
+    hdp_size = world_size // (parallel.pp_size * parallel.tp_size)
+    axes = {"pipeline stage": parallel.pp_size, "HDP rank": hdp_size, "TP rank": parallel.tp_size}
+    return {"layout": " x ".join(counted(size, axis) for axis, size in axes.items())}
 
 
 def _recomputation(config: Config) -> str:

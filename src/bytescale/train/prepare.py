@@ -4,7 +4,7 @@ The same function serves the launching process, which only wants to fail early w
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from bytescale.runtime.attention.kernels import check_kernel
 from bytescale.runtime.device import TORCH_DTYPES, Machine, device_note, resolve
 from bytescale.runtime.model.hf_config import load_model_config, shape_of_config
 from bytescale.runtime.model.stages import layer_ranges
+from bytescale.runtime.tensor_parallel.plan import check_sizes
 from bytescale.train.checks import check_first
 from bytescale.train.evaluation.held_out import HeldOut, open_held_out
 from bytescale.train.offload import check_offloading
@@ -100,11 +101,13 @@ def prepare(config: Config, world_size: int, machine: Machine | None = None) -> 
     held_out = open_held_out(config, tokenizer)
     shape = shape_of_config(model_config, 4 if config.train.dtype == "float32" else 2)
     check_kernel(config.train.device, TORCH_DTYPES[config.train.dtype], shape.head_dim)
-    pp_size = config.parallel.pp_size
+    pp_size, tp_size = config.parallel.pp_size, config.parallel.tp_size
+    check_sizes(model_config, tp_size)
+    _check_one_machine(tp_size, machine)
     if pp_size > shape.num_layers:
         raise UserError(f"parallel.pp_size = {pp_size} needs as many layers, the model has {shape.num_layers}")
     stages = layer_ranges(stage_layers(run_cost(config, shape), pp_size).tolist())
-    hdp_size = world_size // pp_size
+    hdp_size = world_size // (pp_size * tp_size)
     prepared = Prepared(
         config,
         model_config,
@@ -189,7 +192,11 @@ def run_cost(config: Config, shape: ModelShape) -> CostModel:
     """
     recompute = config.train.activation_checkpointing == "full"
     if config.plan.profile is None:
-        return cost_model(shape, cluster_spec("h100"), recompute=recompute)
+        h100 = cluster_spec("h100")
+        # A stand-in for whatever runs here, whose machines hold whole TP groups.
+        tp_size = config.parallel.tp_size
+        cluster = replace(h100, gpus_per_node=tp_size * max(1, h100.gpus_per_node // tp_size))
+        return cost_model(shape, cluster, tp_size=tp_size, recompute=recompute)
     profile = _profile(config, shape)
     return profile_cost(profile, num_layers=shape.num_layers, recompute=recompute)
 
@@ -209,6 +216,16 @@ def static_bytes(prepared: Prepared, lengths: IntArray, *, checkpointing: bool) 
         return None
     shape = prepared.shape
     return attention_bytes(static, shape.kv_bytes_per_token, shape.num_layers, checkpointing)
+
+
+def _check_one_machine(tp_size: int, machine: Machine) -> None:
+    """TP ranks exchange in every layer, so they must be neighbours on one machine."""
+    if machine.num_ranks % tp_size:
+        fitting = [size for size in range(1, tp_size) if machine.num_ranks % size == 0]
+        raise UserError(
+            f"parallel.tp_size = {tp_size} does not divide the {counted(machine.num_ranks, 'rank')} of this machine, "
+            f"and TP ranks must be on one; the next smaller that does is {fitting[-1]}"
+        )
 
 
 def _check_batch(config: Config, dataset: SequenceDataset) -> None:
@@ -243,10 +260,10 @@ def _check_fits(
     needed = ceil_div(length, capacity)
     if needed <= hdp_size:
         return
-    pp_size = config.parallel.pp_size
-    unit = "rank" if pp_size == 1 else "pipeline"
+    per_hdp_rank = config.parallel.pp_size * config.parallel.tp_size
+    unit = "rank" if per_hdp_rank == 1 else "HDP rank" if config.parallel.pp_size == 1 else "pipeline"
     ways = [
-        f"start {counted(needed * pp_size, 'rank')}",
+        f"start {counted(needed * per_hdp_rank, 'rank')}",
         f"raise tokens_per_rank to {ceil_div(length * config.plan.tokens_per_rank, hdp_size * capacity)}",
     ]
     if length <= hdp_size * capacity_tokens(config.plan.tokens_per_rank, 1.0, num_layers):

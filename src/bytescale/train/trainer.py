@@ -98,22 +98,22 @@ def run(config: Config, lost: Lost | None = None) -> int | None:
     if config.train.compute_threads is not None:
         torch.set_num_threads(config.train.compute_threads)
     device = choose_device(config.train.device, Machine.here())
-    timeout_s, pp_size, shard_size = config.run.comm_timeout_s, config.parallel.pp_size, config.parallel.shard_size
+    timeout_s, parallel = config.run.comm_timeout_s, config.parallel
     with presence(timeout_s, lost) as here, _memory_in_words(here.rank):
         here.doing("prepares data")
         prepared = prepare(config, here.size)
         config = prepared.config
         here.doing("loads the model")
         asked_tied = getattr(prepared.model_config, "tie_word_embeddings", False)
-        model = build_model(config, prepared, here.rank * pp_size // here.size)
+        model = build_model(config, prepared, here.rank * parallel.pp_size // here.size)
         if asked_tied and not model.is_tied:
             prepared = replace(prepared, notes=(*prepared.notes, UNTIED))
         held_out = None if prepared.held_out is None else prepared.held_out.dataset
         facts, weights = run_facts(config, prepared.dataset, held_out), weights_digest(model)
-        with open_world(here, timeout_s, pp_size, device, shard_size, _say_waiting) as world:
+        with open_world(here, timeout_s, parallel, device, _say_waiting) as world:
             with collective(world.rank, "comparing the ranks"):
                 check_same_run(world, facts, weights)
-            shard_model(model, world.group, world.device, TORCH_DTYPES[config.train.dtype], world.shards)
+            shard_model(model, world, TORCH_DTYPES[config.train.dtype])
             kernel = select_kernel(world.device)
             # Posting a transfer to a rank that is gone fails at once, wherever it is posted.
             with open_offloader(config, model, world) as offloader, collective(world.rank, "an exchange"):
@@ -216,7 +216,9 @@ class Trainer:
         """Rank 0's reporter, None elsewhere."""
         with collective(self.world.rank, "starting the run"):
             identities = self.world.gather_objects(process_identity(self.world.rank))
-            num_parameters = int(self.world.all_gather_numbers([self._num_parameters()])[:: self.world.hdp_size].sum())
+            num_parameters = int(
+                self.world.all_gather_numbers([self._num_parameters()])[:: self.world.stage_size].sum()
+            )
         if self.world.rank != 0:
             self._check_shared()
             yield None
@@ -238,9 +240,9 @@ class Trainer:
                 check_shared(Path(self.config.run.dir), self.world)
 
     def _gradient_norm(self, step: int) -> float:
-        """Norm over this stage; a weight that the ends of the pipeline share counts once."""
+        """Global norm; a weight that the ends of the pipeline share counts once."""
         with collective(self.world.rank, f"step {step}: gradient norm"):
-            return float(gradient_norm(self.model, without=self.model.copied_weight()))
+            return gradient_norm(self.model, self.world, without=self.model.copied_weight())
 
     def _update(self, step: int, agreed: Agreed) -> Span:
         """Move the weights, unless loss or gradients are not finite; they then stay as before the step."""

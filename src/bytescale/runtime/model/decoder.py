@@ -8,18 +8,20 @@ wraps a decoder so that embedding, layers, head and loss are one module, which F
 Shapes: T rows of the micro-batch, no padding, no batch dimension outside this file.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from bytescale.config.schema import ModelConfig
+from bytescale.data.micro_batch import IGNORED_LABEL
 from bytescale.errors import UserError
 from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.ring import distributed_attention
@@ -27,6 +29,7 @@ from bytescale.runtime.model.checks import check_attention_call, complaint
 from bytescale.runtime.model.hf_config import quiet_transformers
 from bytescale.runtime.model.loss import token_loss_sum
 from bytescale.runtime.model.parts import decoder_layers, is_tied
+from bytescale.runtime.tensor_parallel.group import TensorGroup
 
 
 class LossModel(nn.Module):
@@ -37,6 +40,8 @@ class LossModel(nn.Module):
         is_last: the output is the loss; on earlier stages it is hidden states.
         is_tied: embedding and head are one weight, on whatever stages they are.
         compute_dtype: type of the hidden states; `shard_model` sets it.
+        tp: the ranks that share its layers; `split_model` sets it. Hidden states are then the R rows of this rank of
+            the T' that the micro-batch has with its padding, and every rank returns the same loss.
 
     Args:
         decoder: the model; of a stage what `stage_model` left of it.
@@ -60,6 +65,7 @@ class LossModel(nn.Module):
         self.is_first, self.is_last = is_first, is_last
         self.is_tied = is_tied(decoder) if tied is None else tied
         self.compute_dtype = next(decoder.parameters()).dtype
+        self.tp: TensorGroup | None = None
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -69,18 +75,31 @@ class LossModel(nn.Module):
     def forward(
         self, source: Tensor, labels_T: Tensor, position_ids_T: Tensor, attention_context: AttentionContext
     ) -> Tensor:
-        """On the last stage the cross-entropy summed over the micro-batch's targets, a scalar; else hidden_1TE.
+        """On the last stage the cross-entropy summed over the micro-batch's targets, a scalar; else hidden_1RE.
 
         Args:
-            source: input_ids_T on the first stage, hidden_TE on later ones.
+            source: input_ids_T on the first stage, hidden_RE on later ones; R = T without tensor parallelism.
             labels_T: next tokens; used by the last stage.
             position_ids_T: index of each token in its sequence.
             attention_context: the micro-batch.
         """
-        hidden_1TE = self._hidden_states(source, position_ids_T, attention_context)
+        if self.tp is not None:
+            padding = self.tp.size * self.num_rows(len(labels_T)) - len(labels_T)
+            labels_T = pad(labels_T, (0, padding), value=IGNORED_LABEL)
+            position_ids_T = pad(position_ids_T, (0, padding))
+            source = pad(source, (0, padding)) if self.is_first else source
+        hidden_1RE = self._hidden_states(source, position_ids_T, attention_context)
         if not self.is_last:
-            return hidden_1TE
-        return token_loss_sum(hidden_1TE[0], self.decoder.get_output_embeddings().weight, labels_T)
+            return hidden_1RE
+        head = self.decoder.get_output_embeddings().weight
+        if self.tp is None:
+            return token_loss_sum(hidden_1RE[0], head, labels_T)
+        first_token = self.tp.rank * self.tp.num_rows(len(head))
+        return token_loss_sum(hidden_1RE[0], head.to_local(), labels_T, tp=self.tp, first_token=first_token)
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Rows of the hidden states that this rank has of a micro-batch of `num_tokens`."""
+        return num_tokens if self.tp is None else self.tp.num_rows(num_tokens)
 
     def hidden_states(self, source: Tensor, position_ids_T: Tensor, attention_context: AttentionContext) -> Tensor:
         """Hidden states after the last layer here, and after the final norm on the last stage. [T, hidden_size]."""
@@ -134,15 +153,19 @@ def _attention(
     if attention_context is None:
         raise UserError("its code does not pass keyword arguments on to its attention, which is not supported yet")
     check_attention_call(query_BHTD, value_BGTD, attention_mask, options, attention_context.max_context)
-    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
+    num_tokens = attention_context.work.num_tokens
+    padding = query_BHTD.shape[2] - num_tokens
+    # Rows beyond the tokens are those that tensor parallelism adds at the end: nothing attends to them.
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1)[:num_tokens] for x in (query_BHTD, key_BGTD, value_BGTD))
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
-    if attention_context.kept is None:
-        return distributed_attention(q_THD, k_TGD, v_TGD, attention_context, scale)[None], None
-    layer = getattr(module, "layer_idx", None)
-    if layer is None:
-        raise UserError("its attention layers are not numbered, which sequences in chunks need")
-    call = attention_context.kept.call(layer, attention_context.work)
-    return distributed_attention(q_THD, k_TGD, v_TGD, attention_context, scale, call)[None], None
+    call: Hashable = 0
+    if attention_context.kept is not None:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None:
+            raise UserError("its attention layers are not numbered, which sequences in chunks need")
+        call = attention_context.kept.call(layer, attention_context.work)
+    out_THD = distributed_attention(q_THD, k_TGD, v_TGD, attention_context, scale, call)
+    return (pad(out_THD, (0, 0, 0, 0, 0, padding)) if padding else out_THD)[None], None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bytescale.plan.memory import NUM_RESIDENT_LAYERS
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.offload.tiers import Copy, LeavingRows, Stash, Tier, leaving_rows, partition
+from bytescale.runtime.sharded import local_tensor
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Offloader:
 
     def begin_step(self) -> None:
         """Start a step; parameters must be whole: their storages are remembered until the next one."""
-        parameters = [*self._model.parameters(), *self._model.buffers()]
+        parameters = [*map(local_tensor, self._model.parameters()), *self._model.buffers()]
         self._device, self._parameters = parameters[0].device, frozenset(map(_address, parameters))
         self._declined_bytes, self._waits = 0, []
         if self._tier is not None:

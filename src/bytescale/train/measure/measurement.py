@@ -29,7 +29,7 @@ class StepResult:
     """What one rank did in one step.
 
     Attributes:
-        loss_sum: loss summed over this rank's targets.
+        loss_sum: loss summed over this rank's targets; 0 but on the first of the TP ranks, which all have the same.
         compute_s: the compute phase, everything included.
         busy_s: compute phase without waiting for other ranks.
         pipeline_wait_s: time in the compute phase that other stages were waited for.
@@ -52,8 +52,7 @@ class StepMeasurement:
 
     def __init__(self, world: World, data: StepData, marker: Marker | None = None) -> None:
         self._world, self._data = world, data
-        self._links = (world.comm, *world.pipe)
-        for link in self._links:
+        for link in world.links:
             link.reset_counters()
         self._clock = StepClock(marker or marker_for(world.device), world.rank)
         self._args = [micro_batch_args(data, part) for part in data.share]
@@ -80,8 +79,8 @@ class StepMeasurement:
         spans = self._clock.read()
         gather, drain = spans[0], spans[-2]
         compute_s = (drain.start_ns - gather.end_ns) / 1e9
-        waits = [(link, wait) for link in self._links for wait in link.waits()]
-        pipeline_wait_s = sum(wait.duration_s for link, wait in waits if link is not self._world.comm)
+        waits = [(link, wait) for link in self._world.links for wait in link.waits()]
+        pipeline_wait_s = sum(wait.duration_s for link, wait in waits if link in self._world.pipe)
         wait_spans = [
             self._beside(f"wait {w.what}", "wait", w.begin_s, w.duration_s, f"{w.what} wait") for _, w in waits
         ]

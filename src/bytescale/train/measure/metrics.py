@@ -61,25 +61,22 @@ class Agreed:
         return self.signal_number != 0 or self.failure(on_nonfinite) is not None
 
 
-def agree(world: World, data: StepData, result: StepResult, stage_norm: float, signal_number: int) -> Agreed:
-    """Loss, gradient norm and requests to stop, the same on every rank; a collective.
+def agree(world: World, data: StepData, result: StepResult, grad_norm: float, signal_number: int) -> Agreed:
+    """Loss and requests to stop, the same on every rank, beside the gradient norm; a collective.
 
     Args:
         world: the ranks.
         data: the step.
         result: of this rank.
-        stage_norm: norm of the gradients of this rank's stage.
+        grad_norm: global norm of the gradients, which every rank has.
         signal_number: what asked this rank to stop, 0 for nothing.
     """
-    with collective(world.rank, f"step {data.step}: loss and gradient norm"):
-        everyone = world.all_gather_numbers([result.loss_sum, stage_norm, float(signal_number)])
-    loss_sum, norm, signals = everyone.T
-    # One norm a stage: its ranks hold the same one. A single stage's passes unrounded.
-    norms = norm[:: world.hdp_size]
+    with collective(world.rank, f"step {data.step}: the loss"):
+        loss_sum, signals = world.all_gather_numbers([result.loss_sum, float(signal_number)]).T
     return Agreed(
         step=data.step,
         loss=float(loss_sum.sum()) / data.batch.total_targets,
-        grad_norm=float(norms[0]) if world.pp_size == 1 else float(norms.norm()),
+        grad_norm=grad_norm,
         signal_number=int(signals.max()),
     )
 

@@ -2,7 +2,7 @@
 
 A rank's spans count with its own `perf_counter_ns` and are moved to the wall clock by one offset, taken once. Of many
 ranks a sample is collected, whole pipelines evenly spread, packed small: the size of a trace does not grow with the
-world.
+world. The TP ranks of an HDP rank do the same at the same time; the first of them is shown.
 
 With a pipeline the names are those of `bytescale.simulator.step_spans`: a process is an HDP rank, that is a pipeline,
 and its stages are tracks ("stage 1", "stage 1 pipeline wait"), so that a real and a simulated step can be laid side by
@@ -27,7 +27,7 @@ MAX_RANK_SPANS = 5_000
 def gather_traces(world: World, steps: Iterable[Sequence[Span]]) -> list[list[Span]]:
     """The spans of the sampled ranks on rank 0, none elsewhere; a collective."""
     own: list[Span] = []
-    if world.hdp_rank in traced_ranks(world.hdp_size):
+    if world.tp_rank == 0 and world.hdp_rank in traced_ranks(world.hdp_size):
         own = group_by_pipeline(to_wall_clock(steps), world)
         own = sorted(own, key=lambda span: -span.duration_ns)[:MAX_RANK_SPANS]
     packed = zlib.compress(json.dumps([astuple(span) for span in own]).encode())
@@ -53,9 +53,9 @@ def shift_to_zero(spans: Sequence[Span]) -> list[Span]:
 
 
 def group_by_pipeline(spans: Sequence[Span], world: World) -> list[Span]:
-    """Spans of this rank under its pipeline and stage; unchanged with a single stage."""
+    """Spans of this rank under its HDP rank, with a pipeline under its stage."""
     if world.pp_size == 1:
-        return list(spans)
+        return [replace(span, rank=world.hdp_rank) for span in spans]
     stage = f"stage {world.stage}"
     return [
         replace(span, rank=world.hdp_rank, track=stage if span.track == "compute" else f"{stage} {span.track}")

@@ -27,8 +27,8 @@ from bytescale.errors import RunError, UserError
 from bytescale.files import write_text_atomically
 from bytescale.runtime.device import TORCH_DTYPES
 from bytescale.runtime.flat import flat_shapes
-from bytescale.runtime.fsdp import whole_tensor
 from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.sharded import whole_tensor
 from bytescale.runtime.world import World
 from bytescale.train.prepare import Prepared
 from bytescale.train.run_dir import is_seen, writing
@@ -63,13 +63,13 @@ def save_model(
     Raises:
         RunError: the disk is full, or a stage does not see the directory.
     """
-    writes = world.hdp_rank == 0
+    writes = world.hdp_rank == world.tp_rank == 0
     dtype = TORCH_DTYPES[config.train.dtype]
     groups = list(_groups(model))
     files = split_by_size([spec for group in groups for spec in _specs(model, group, dtype)], max_file_bytes)
     with writing(target), replacing(target) if world.rank == 0 else nullcontext(under_way(target)) as directory:
         # The directory exists before anyone passes this line.
-        numbers = world.all_gather_numbers([len(files)])[:: world.hdp_size, 0].long().tolist()
+        numbers = world.all_gather_numbers([len(files)])[:: world.stage_size, 0].long().tolist()
         names = _file_names(sum(numbers))[sum(numbers[: world.stage]) :][: len(files)]
         if writes and not is_seen(directory):
             raise RunError(_not_shared(world, directory))
@@ -100,7 +100,7 @@ def check_shared(run_dir: Path, world: World, patience_s: float = 60.0) -> None:
         return
     # Nobody passes this line before rank 0 has written its files.
     world.all_gather_numbers([0.0])
-    if world.hdp_rank == 0 and not is_seen(run_dir / "processes.json", patience_s):
+    if world.hdp_rank == world.tp_rank == 0 and not is_seen(run_dir / "processes.json", patience_s):
         raise UserError(_not_shared(world, run_dir))
 
 

@@ -1,0 +1,1 @@
+"""Tensor parallelism: the ranks that share every layer of one HDP rank."""

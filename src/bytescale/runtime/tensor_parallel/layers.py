@@ -1,0 +1,194 @@
+"""Splits a built decoder over the TP ranks of an HDP rank, in place: weights, blocks, embedding and head.
+
+Split weights become DTensors on the `tp` axis of the stage's mesh, so that whatever gathers, saves or counts them needs
+to know nothing. Compute sees plain tensors: a split module runs its own forward on its local weights. A block
+(`self_attn`, `mlp`) gathers the rows of all ranks at its input and sums own rows at its output
+(`bytescale.runtime.tensor_parallel.group`); between blocks a rank has its own rows only. Experts are spread whole:
+router and shared experts run on own rows or in blocks of their own, the experts on all rows with the routes of others
+at weight zero. The embedding looks up the ids of its share of the vocabulary and sums; the head is
+`bytescale.runtime.model.loss`.
+
+Invariant: names and whole values of all parameters stay what they were, and tied weights stay one.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from bytescale.errors import UserError
+from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.tensor_parallel.group import TensorGroup, gathered, summed
+from bytescale.runtime.tensor_parallel.plan import layer_plan
+
+_ROUTED = ("hidden_states", "top_k_index", "top_k_weights")
+"""Arguments of an expert module's forward."""
+
+
+def split_model(model: LossModel, mesh: DeviceMesh, tp: TensorGroup) -> None:
+    """Keep this rank's share of `model`, whose whole weights are equal on all TP ranks; no communication.
+
+    Args:
+        model: a stage on its device, before FSDP2.
+        mesh: the `tp` axis of the stage's mesh.
+        tp: the group of the same ranks.
+
+    Raises:
+        UserError: a layer is not built as its tensor-parallel plan says.
+    """
+    decoder = model.decoder
+    plan = layer_plan(decoder.config)
+    for layer in model.layers:
+        names = dict(layer.named_modules())
+        for path, dim in plan.linears.items():
+            if path in names:
+                _split_linear(names[path], dim, mesh, tp, f"{decoder.config.model_type!r}: {path}")
+        blocks = [
+            path for path in plan.blocks if any(f"{path}.{leaf}" in names for leaf in _leaves(plan.linears, path))
+        ]
+        for path in blocks:
+            _wrap(names[path], _run_block, tp)
+        experts = [path for path in plan.experts if path in names]
+        for path in experts:
+            _split_experts(names[path], mesh, tp)
+    if model.is_first:
+        _split_embedding(decoder.get_input_embeddings(), mesh, tp)
+    if model.is_last:
+        head = decoder.get_output_embeddings()
+        if model.is_first and model.is_tied:
+            head.weight = decoder.get_input_embeddings().weight
+        else:
+            _cut(head, "weight", 0, mesh)
+    model.tp = tp
+
+
+def _leaves(linears: Any, block: str) -> list[str]:
+    return [path.rpartition(".")[2] for path in linears if path.rpartition(".")[0] == block]
+
+
+def _cut(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
+    """Replace a whole parameter by this rank's part of it along `dim`."""
+    whole = module.get_parameter(name)
+    chunks = list(torch.chunk(whole.detach(), mesh.size(), dim))
+    # Its own memory: a view would keep the whole.
+    local = chunks[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    spread = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    module.register_parameter(name, nn.Parameter(spread, requires_grad=whole.requires_grad))
+
+
+def _wrap(module: nn.Module, run: Callable[..., Any], *arguments: Any) -> None:
+    """Let `run(module, its own forward, *arguments, ...)` stand for the forward of `module`."""
+    module.forward = functools.partial(run, module, module.forward, *arguments)
+
+
+def _run_local(module: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """The forward of `module` with the local parts of its split weights in their place."""
+    local = {name: p.to_local() for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+    return _with(module, local, forward, *arguments, **keywords)
+
+
+def _with(
+    module: nn.Module, values: dict[str, Any], forward: Callable[..., Any], *arguments: Any, **keywords: Any
+) -> Any:
+    # An attribute of the instance goes before the parameter of that name, which stays where it is.
+    vars(module).update(values)
+    try:
+        return forward(*arguments, **keywords)
+    finally:
+        for name in values:
+            del vars(module)[name]
+
+
+def _split_linear(linear: nn.Module, dim: int, mesh: DeviceMesh, tp: TensorGroup, where: str) -> None:
+    if not isinstance(linear, nn.Linear):
+        raise UserError(
+            f"model {where} is no linear layer, which its tensor-parallel plan needs; set parallel.tp_size = 1"
+        )
+    _cut(linear, "weight", dim, mesh)
+    if dim == 0 and linear.bias is not None:
+        _cut(linear, "bias", 0, mesh)
+    if dim == 1 and linear.bias is not None:
+        _wrap(linear, _run_with_bias_once, tp)
+    _wrap(linear, _run_local)
+
+
+def _run_with_bias_once(linear: nn.Linear, forward: Callable[..., Tensor], tp: TensorGroup, x_TX: Tensor) -> Tensor:
+    """A term of a sum over the ranks to which the bias belongs once; its gradient is zero on the other ranks."""
+    y_TX: Tensor = _with(linear, {"bias": linear.bias * float(tp.rank == 0)}, forward, x_TX)
+    return y_TX
+
+
+def _run_block(
+    module: nn.Module, forward: Callable[..., Any], tp: TensorGroup, *arguments: Any, **keywords: Any
+) -> Any:
+    """A block from own rows [1, R, E] to own rows; what else it returns or is given passes as it is."""
+    if arguments:
+        arguments = (gathered(arguments[0][0], tp)[None], *arguments[1:])
+    else:
+        keywords["hidden_states"] = gathered(keywords["hidden_states"][0], tp)[None]
+    output = forward(*arguments, **keywords)
+    if isinstance(output, tuple):
+        return (summed(output[0][0], tp)[None], *output[1:])
+    return summed(output[0], tp)[None]
+
+
+def _split_experts(experts: Any, mesh: DeviceMesh, tp: TensorGroup) -> None:
+    names = tuple(inspect.signature(experts.forward).parameters)
+    if names != _ROUTED or not hasattr(experts, "num_experts"):
+        raise UserError(
+            f"its experts take {', '.join(names)}, which cannot be spread over TP ranks yet; set parallel.tp_size = 1"
+        )
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        assert parameter.shape[0] == experts.num_experts, f"{name} does not hold one entry an expert"
+        _cut(experts, name, 0, mesh)
+    experts.num_experts //= tp.size
+    # Routes to no expert of this rank carry the number after the last one, which this lets every back-end pass over.
+    experts._is_expert_parallel = True
+    _wrap(experts, _run_experts, tp)
+
+
+def _run_experts(
+    experts: Any,
+    forward: Callable[..., Tensor],
+    tp: TensorGroup,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """This rank's experts on the rows of all ranks; own rows of the sum."""
+    index_TK = tp.gather(top_k_index) - tp.rank * experts.num_experts
+    is_other_TK = (index_TK < 0) | (index_TK >= experts.num_experts)
+    index_TK = index_TK.masked_fill(is_other_TK, experts.num_experts)
+    weights_TK = gathered(top_k_weights, tp).masked_fill(is_other_TK, 0)
+    output_TE = _run_local(experts, forward, gathered(hidden_states, tp), index_TK, weights_TK)
+    # Experts without a token must have a gradient of zero, not none: their other ranks may have one to reduce.
+    untouched = sum(p.to_local().flatten()[0] for p in experts.parameters() if isinstance(p, DTensor))
+    return summed(output_TE + 0 * untouched, tp)
+
+
+def _split_embedding(embedding: Any, mesh: DeviceMesh, tp: TensorGroup) -> None:
+    size = -(-embedding.weight.shape[0] // tp.size)
+    first = tp.rank * size
+    _cut(embedding, "weight", 0, mesh)
+    num_own = embedding.weight.to_local().shape[0]
+    if embedding.padding_idx is not None:
+        # The row that learns nothing, as this rank counts; else another one would be.
+        own = embedding.padding_idx - first
+        embedding.padding_idx = own if 0 <= own < num_own else None
+    _wrap(embedding, _run_local)
+    _wrap(embedding, _run_embedding, tp, first, num_own)
+
+
+def _run_embedding(
+    _: nn.Module, forward: Callable[..., Tensor], tp: TensorGroup, first: int, num_own: int, input_ids_1T: Tensor
+) -> Tensor:
+    """Own rows [1, R, E] of the embeddings of all ids."""
+    own_T = input_ids_1T[0] - first
+    is_other_T = (own_T < 0) | (own_T >= num_own)
+    hidden_TE = forward(own_T.masked_fill(is_other_T, 0))
+    return summed(hidden_TE.masked_fill(is_other_T[:, None], 0), tp)[None]
