@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from bytescale.errors import UserError
 from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.grid import Grid
+from bytescale.runtime.tensor_parallel.probe import probe_split
 from tests.plans import drawn
 from tests.ranks import RankPool, Ranks
-from tests.runtime.models import reference_step, train_step
+from tests.runtime.models import ARCHITECTURES, reference_step, small_decoder, train_step
 
 # Unequal counts, a ring beside whole sequences, lengths that no number of TP ranks divides.
 TWO = drawn("61 40 9 30", "0[0/2] 2 | 3", "0[1/2] 1")
@@ -93,3 +95,27 @@ def test_where_ranks_stand() -> None:
     ]  # fmt: skip
     assert grid.hdp_lines().tolist() == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
     assert grid.tp_lines().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES])
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_threads_stand_for_ranks(architecture: str, tp_size: int) -> None:
+    decoder = small_decoder(architecture, num_key_value_heads=4)
+    names = {name: (id(p), p.shape) for name, p in decoder.named_parameters()}
+    probe_split(decoder, 4096, tp_size)
+    assert names == {name: (id(p), p.shape) for name, p in decoder.named_parameters()}
+
+
+def test_what_a_split_model_would_get_wrong_is_refused() -> None:
+    class Odd(torch.nn.Linear):
+        """Something that sees all heads, which no plan tells."""
+
+        def forward(self, x_1TE: torch.Tensor) -> torch.Tensor:
+            return super().forward(x_1TE - x_1TE.mean(-1, keepdim=True))
+
+    decoder = small_decoder("llama")
+    decoder.model.layers[1].self_attn.o_proj.__class__ = Odd
+    with pytest.raises(UserError, match="'llama' cannot be shared by TP ranks: together they give another result"):
+        probe_split(decoder, 4096, 2)
+    with pytest.raises(UserError, match="'llama' cannot be shared by TP ranks: their parts do not run"):
+        probe_split(small_decoder("llama", num_key_value_heads=1), 4096, 2)

@@ -74,7 +74,7 @@ def _evaluated(ranks: Ranks, config: Config, chunks: bool = False) -> tuple[floa
     layouts = {prepared.planner(batch.lengths).layout for batch in prepared.held_out.batches}
     assert ("chunks" in layouts) == chunks
     model = build_model(config, prepared, world.stage)
-    shard_model(model, world.group, world.device, torch.float32)
+    shard_model(model, world, torch.float32)
     found = evaluate(model, CpuKernel(), world, prepared, prepared.held_out)
     assert found is not None and model.training
     assert all(p.grad is None for p in model.parameters())
@@ -115,7 +115,7 @@ def _trained(ranks: Ranks, config: Config, evaluates: bool) -> tuple[list[float]
     prepared, world = prepare(config, ranks.size), world_of(ranks, pp_size=config.parallel.pp_size)
     assert prepared.held_out is not None
     model, kernel = build_model(config, prepared, world.stage), CpuKernel()
-    shard_model(model, world.group, world.device, torch.float32)
+    shard_model(model, world, torch.float32)
     optimizer = make_optimizer(model, config.train)
     losses, evaluations = [], []
     loader = StepLoader(prepared.dataset, config.batch, 0, prepared.planner, world.hdp_rank, num_steps=3)
@@ -147,7 +147,7 @@ def _stopped(ranks: Ranks, config: Config) -> bool:
     prepared, world = prepare(config, ranks.size), world_of(ranks)
     assert prepared.held_out is not None
     model = build_model(config, prepared)
-    shard_model(model, world.group, world.device, torch.float32)
+    shard_model(model, world, torch.float32)
     answers: Iterator[bool] = iter([False, ranks.rank == 1, False, False])
     return evaluate(model, CpuKernel(), world, prepared, prepared.held_out, lambda: next(answers)) is None
 

@@ -31,6 +31,7 @@ from bytescale.runtime.model.stages import stage_model
 from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.p2p import collective, first_line
 from bytescale.runtime.presence import Lost, presence
+from bytescale.runtime.tensor_parallel.probe import probe_split
 from bytescale.runtime.world import World, open_world, process_identity
 from bytescale.trace import Span
 from bytescale.train.agreement import check_same_run, run_facts, weights_digest
@@ -142,6 +143,7 @@ def build_model(config: Config, prepared: Prepared, stage: int = 0) -> LossModel
     """This stage of the model in fp32 on the CPU, equal on all its ranks; the whole model is probed first."""
     decoder = build_decoder(config.model, prepared.model_config, config.train.seed)
     probe(decoder, config.data.max_context, prepared.stages)
+    probe_split(decoder, config.data.max_context, config.parallel.tp_size)
     model = stage_model(decoder.train(), prepared.stages, stage)
     if config.train.activation_checkpointing == "full":
         recompute_layers(model.decoder)

@@ -29,6 +29,7 @@ from bytescale.runtime.model.checks import check_attention_call, complaint
 from bytescale.runtime.model.hf_config import quiet_transformers
 from bytescale.runtime.model.loss import token_loss_sum
 from bytescale.runtime.model.parts import decoder_layers, is_tied
+from bytescale.runtime.sharded import local_tensor
 from bytescale.runtime.tensor_parallel.group import TensorGroup
 
 
@@ -83,29 +84,32 @@ class LossModel(nn.Module):
             position_ids_T: index of each token in its sequence.
             attention_context: the micro-batch.
         """
-        if self.tp is not None:
-            padding = self.tp.size * self.num_rows(len(labels_T)) - len(labels_T)
-            labels_T = pad(labels_T, (0, padding), value=IGNORED_LABEL)
-            position_ids_T = pad(position_ids_T, (0, padding))
-            source = pad(source, (0, padding)) if self.is_first else source
         hidden_1RE = self._hidden_states(source, position_ids_T, attention_context)
         if not self.is_last:
             return hidden_1RE
         head = self.decoder.get_output_embeddings().weight
         if self.tp is None:
             return token_loss_sum(hidden_1RE[0], head, labels_T)
-        first_token = self.tp.rank * self.tp.num_rows(len(head))
-        return token_loss_sum(hidden_1RE[0], head.to_local(), labels_T, tp=self.tp, first_token=first_token)
+        labels_T = pad(labels_T, (0, self._num_padding(len(labels_T))), value=IGNORED_LABEL)
+        first_token = self.tp.rank * self.tp.num_rows(self.decoder.config.vocab_size)
+        return token_loss_sum(hidden_1RE[0], local_tensor(head), labels_T, tp=self.tp, first_token=first_token)
 
     def num_rows(self, num_tokens: int) -> int:
         """Rows of the hidden states that this rank has of a micro-batch of `num_tokens`."""
         return num_tokens if self.tp is None else self.tp.num_rows(num_tokens)
+
+    def _num_padding(self, num_tokens: int) -> int:
+        """Rows that a micro-batch of `num_tokens` gets at its end, so that the TP ranks have equally many."""
+        return 0 if self.tp is None else self.tp.size * self.num_rows(num_tokens) - num_tokens
 
     def hidden_states(self, source: Tensor, position_ids_T: Tensor, attention_context: AttentionContext) -> Tensor:
         """Hidden states after the last layer here, and after the final norm on the last stage. [T, hidden_size]."""
         return self._hidden_states(source, position_ids_T, attention_context)[0]
 
     def _hidden_states(self, source: Tensor, position_ids_T: Tensor, attention_context: AttentionContext) -> Tensor:
+        if padding := self._num_padding(len(position_ids_T)):
+            position_ids_T = pad(position_ids_T, (0, padding))
+            source = pad(source, (0, padding)) if self.is_first else source
         name = "input_ids" if self.is_first else "inputs_embeds"
         output = self.decoder.base_model(
             **{name: source[None]},

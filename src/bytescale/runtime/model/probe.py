@@ -54,7 +54,7 @@ def probe(decoder: Any, max_context: int, stages: Sequence[range] = ()) -> None:
         UserError: the configuration does not work, or the model does something that would be ignored or go wrong.
     """
     name = f"model {decoder.config.model_type!r}"
-    lengths = [min(5, max_context), min(3, max_context)]
+    lengths = _lengths(max_context)
     input_ids_T = torch.arange(sum(lengths)) % decoder.config.vocab_size
     was_training = decoder.training
     decoder.train()
@@ -126,6 +126,16 @@ class _Draws(TorchDispatchMode):
         return result
 
 
+def packed_sequences(decoder: Any, max_context: int) -> tuple[Tensor, Tensor, AttentionContext]:
+    """(input_ids_T, position_ids_T, context) of two sequences in one pack."""
+    lengths = _lengths(max_context)
+    return torch.arange(sum(lengths)) % decoder.config.vocab_size, *_context(lengths, max_context)
+
+
+def _lengths(max_context: int) -> list[int]:
+    return [min(5, max_context), min(3, max_context)]
+
+
 def _context(lengths: list[int], max_context: int) -> tuple[Tensor, AttentionContext]:
     """(position_ids_T, context) of the sequences in one pack."""
     comm = PeerToPeer(None, 1.0, torch.device("cpu"))
@@ -169,13 +179,13 @@ def _calls(layers: nn.ModuleList) -> Any:
 
 def _check_result(decoder: Any, name: str, packed_TE: Tensor, hidden_TE: Tensor, logits_TV: Tensor) -> None:
     head = decoder.get_output_embeddings().weight
-    if not _close(packed_TE, hidden_TE, TOLERANCE):
+    if not close(packed_TE, hidden_TE, TOLERANCE):
         raise UserError(
             f"{name} does something that is not supported yet: its layers give another result than with eager "
             "attention on each sequence alone"
         )
     linear_TV = torch.nn.functional.linear(hidden_TE, head)
-    if linear_TV.shape != logits_TV.shape or not _close(linear_TV, logits_TV, TOLERANCE):
+    if linear_TV.shape != logits_TV.shape or not close(linear_TV, logits_TV, TOLERANCE):
         raise UserError(
             f"{name} does something in its head beyond a linear layer (bias, scaling or softcapping), which is not "
             "supported yet"
@@ -207,7 +217,7 @@ def _check_stages(
                 f"{name} cannot be cut into pipeline stages: stage {number} does not run by itself "
                 f"({complaint(error)}); set parallel.pp_size = 1"
             ) from error
-    if not _close(travelling, whole_TE, STAGE_TOLERANCE):
+    if not close(travelling, whole_TE, STAGE_TOLERANCE):
         raise UserError(
             f"{name} cannot be cut into pipeline stages: {len(stages)} stages one after the other give another result "
             "than the whole model; set parallel.pp_size = 1"
@@ -230,6 +240,7 @@ def _leaves(result: Tensor) -> set[int]:
     return leaves
 
 
-def _close(left: Tensor, right: Tensor, tolerance: float) -> bool:
+def close(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    """Whether `left` is `right` up to `tolerance` of its largest entry."""
     scale = right.abs().max().clamp_min(1e-30)
     return bool((left - right).abs().max() <= tolerance * scale)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bytescale.errors import UserError
 from bytescale.runtime.model.decoder import LossModel
+from bytescale.runtime.sharded import local_tensor
 from bytescale.runtime.tensor_parallel.group import TensorGroup, gathered, summed
 from bytescale.runtime.tensor_parallel.plan import layer_plan
 
@@ -30,12 +31,12 @@ _ROUTED = ("hidden_states", "top_k_index", "top_k_weights")
 """Arguments of an expert module's forward."""
 
 
-def split_model(model: LossModel, mesh: DeviceMesh, tp: TensorGroup) -> None:
+def split_model(model: LossModel, mesh: DeviceMesh | None, tp: TensorGroup) -> None:
     """Keep this rank's share of `model`, whose whole weights are equal on all TP ranks; no communication.
 
     Args:
         model: a stage on its device, before FSDP2.
-        mesh: the `tp` axis of the stage's mesh.
+        mesh: the `tp` axis of the stage's mesh; None makes plain tensors that are views of the whole.
         tp: the group of the same ranks.
 
     Raises:
@@ -63,7 +64,7 @@ def split_model(model: LossModel, mesh: DeviceMesh, tp: TensorGroup) -> None:
         if model.is_first and model.is_tied:
             head.weight = decoder.get_input_embeddings().weight
         else:
-            _cut(head, "weight", 0, mesh)
+            _cut(head, "weight", 0, mesh, tp)
     model.tp = tp
 
 
@@ -71,12 +72,15 @@ def _leaves(linears: Any, block: str) -> list[str]:
     return [path.rpartition(".")[2] for path in linears if path.rpartition(".")[0] == block]
 
 
-def _cut(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
+def _cut(module: nn.Module, name: str, dim: int, mesh: DeviceMesh | None, tp: TensorGroup) -> None:
     """Replace a whole parameter by this rank's part of it along `dim`."""
     whole = module.get_parameter(name)
-    chunks = list(torch.chunk(whole.detach(), mesh.size(), dim))
+    local = whole.detach().chunk(tp.size, dim)[tp.rank]
+    if mesh is None:
+        module.register_parameter(name, nn.Parameter(local, requires_grad=whole.requires_grad))
+        return
     # Its own memory: a view would keep the whole.
-    local = chunks[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    local = local.clone(memory_format=torch.contiguous_format)
     spread = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
     module.register_parameter(name, nn.Parameter(spread, requires_grad=whole.requires_grad))
 
@@ -104,14 +108,14 @@ def _with(
             del vars(module)[name]
 
 
-def _split_linear(linear: nn.Module, dim: int, mesh: DeviceMesh, tp: TensorGroup, where: str) -> None:
+def _split_linear(linear: nn.Module, dim: int, mesh: DeviceMesh | None, tp: TensorGroup, where: str) -> None:
     if not isinstance(linear, nn.Linear):
         raise UserError(
             f"model {where} is no linear layer, which its tensor-parallel plan needs; set parallel.tp_size = 1"
         )
-    _cut(linear, "weight", dim, mesh)
+    _cut(linear, "weight", dim, mesh, tp)
     if dim == 0 and linear.bias is not None:
-        _cut(linear, "bias", 0, mesh)
+        _cut(linear, "bias", 0, mesh, tp)
     if dim == 1 and linear.bias is not None:
         _wrap(linear, _run_with_bias_once, tp)
     _wrap(linear, _run_local)
@@ -137,7 +141,7 @@ def _run_block(
     return summed(output[0], tp)[None]
 
 
-def _split_experts(experts: Any, mesh: DeviceMesh, tp: TensorGroup) -> None:
+def _split_experts(experts: Any, mesh: DeviceMesh | None, tp: TensorGroup) -> None:
     names = tuple(inspect.signature(experts.forward).parameters)
     if names != _ROUTED or not hasattr(experts, "num_experts"):
         raise UserError(
@@ -145,7 +149,7 @@ def _split_experts(experts: Any, mesh: DeviceMesh, tp: TensorGroup) -> None:
         )
     for name, parameter in list(experts.named_parameters(recurse=False)):
         assert parameter.shape[0] == experts.num_experts, f"{name} does not hold one entry an expert"
-        _cut(experts, name, 0, mesh)
+        _cut(experts, name, 0, mesh, tp)
     experts.num_experts //= tp.size
     # Routes to no expert of this rank carry the number after the last one, which this lets every back-end pass over.
     experts._is_expert_parallel = True
@@ -167,15 +171,15 @@ def _run_experts(
     weights_TK = gathered(top_k_weights, tp).masked_fill(is_other_TK, 0)
     output_TE = _run_local(experts, forward, gathered(hidden_states, tp), index_TK, weights_TK)
     # Experts without a token must have a gradient of zero, not none: their other ranks may have one to reduce.
-    untouched = sum(p.to_local().flatten()[0] for p in experts.parameters() if isinstance(p, DTensor))
+    untouched = sum(local_tensor(p).flatten()[0] for p in experts.parameters(recurse=False))
     return summed(output_TE + 0 * untouched, tp)
 
 
-def _split_embedding(embedding: Any, mesh: DeviceMesh, tp: TensorGroup) -> None:
+def _split_embedding(embedding: Any, mesh: DeviceMesh | None, tp: TensorGroup) -> None:
     size = -(-embedding.weight.shape[0] // tp.size)
     first = tp.rank * size
-    _cut(embedding, "weight", 0, mesh)
-    num_own = embedding.weight.to_local().shape[0]
+    _cut(embedding, "weight", 0, mesh, tp)
+    num_own = local_tensor(embedding.weight).shape[0]
     if embedding.padding_idx is not None:
         # The row that learns nothing, as this rank counts; else another one would be.
         own = embedding.padding_idx - first
