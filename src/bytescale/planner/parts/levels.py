@@ -38,7 +38,7 @@ def stack_gangs(
     """
     counts = np.zeros(hdp_size, dtype=np.int64)
     busy, waiting = np.zeros(hdp_size), np.zeros(hdp_size)
-    begin = exclusive_sum(degree)
+    first = exclusive_sum(degree)
     ranks = np.zeros(int(degree.sum()), dtype=np.int64)
     micro_batches = np.zeros_like(ranks)
     times = np.ones(len(degree)) if weight is None else weight
@@ -55,7 +55,7 @@ def stack_gangs(
         top = load[by_load[wide + d - 1]]
         at = int(wide[int(top.argmin())])
         chosen = np.sort(by_load[at : at + d])
-        rows = slice(int(begin[g]), int(begin[g]) + d)
+        rows = slice(int(first[g]), int(first[g]) + d)
         ranks[rows], micro_batches[rows] = chosen, counts[chosen]
         counts[chosen] += chunks[g]
         waiting[chosen] = np.maximum(waiting[chosen], waits[g])

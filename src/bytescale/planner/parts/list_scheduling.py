@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bytescale.arrays import FloatArray, IntArray, exclusive_sum
+from bytescale.planner.parts.rows import spread
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,13 @@ def place_gangs(degree: IntArray, time_s: FloatArray, hdp_size: int, speed: Floa
         late = np.flatnonzero(score[end - 1][1:] > np.minimum.accumulate(begin + lasting)[:-1])
         count = int(late[0]) + 1 if len(late) else len(batch)
         batch, begin, size, lasting = batch[:count], begin[:count], size[:count], lasting[:count]
-        member_gang = np.repeat(np.arange(count), size)
-        members = by_load[: len(member_gang)]
-        offset = np.arange(len(members)) - exclusive_sum(size)[member_gang]
-        ranks[first[batch][member_gang] + offset] = members
+        gang, index = spread(size)
+        members = by_load[: len(gang)]
+        ranks[first[batch][gang] + index] = members
         start_s[batch] = begin
-        waits = begin[member_gang] > ready[members]
-        gap_parts.append((members[waits], ready[members[waits]], begin[member_gang[waits]]))
-        ready[members] = (begin + lasting)[member_gang]
+        waits = begin[gang] > ready[members]
+        gap_parts.append((members[waits], ready[members[waits]], begin[gang[waits]]))
+        ready[members] = (begin + lasting)[gang]
         done += count
     return GangSchedule(start_s, ranks, ready, *_joined(gap_parts))
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray, exclusive_sum
+from bytescale.arrays import FloatArray, IntArray
 from bytescale.planner.parts.levels import stack_gangs
 from bytescale.planner.parts.list_scheduling import fill_rooms
 from bytescale.planner.parts.rows import Placed, spread
@@ -162,5 +162,5 @@ def _position(rank: IntArray, time_s: FloatArray, counts: IntArray) -> IntArray:
     """Place of each unit among those of its rank, shortest first."""
     order = np.lexsort((time_s, rank))
     position = np.zeros(len(rank), dtype=np.int64)
-    position[order] = np.arange(len(rank)) - np.repeat(exclusive_sum(counts), counts)
+    position[order] = spread(counts)[1]
     return position

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, exclusive_sum
 from bytescale.planner.parts.degrees import (
     Widening,
     micro_batch_s,
@@ -76,7 +76,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DegreeCandidate:
     """Degrees, and the times that follow from them.
 
     Attributes:
@@ -95,7 +95,7 @@ class Candidate:
     floor_s: float
 
 
-def candidate(problem: Problem, degree: IntArray) -> Candidate:
+def degree_candidate(problem: Problem, degree: IntArray) -> DegreeCandidate:
     """The times of all sequences at given degrees."""
     lengths, speed = problem.lengths, problem.rank_speed
     alone = (degree > 1) | (lengths > problem.fixed_capacity)
@@ -110,32 +110,32 @@ def candidate(problem: Problem, degree: IntArray) -> Candidate:
     longest_s = max(float(gang_s.max(initial=0.0)), float(single_s.max(initial=0.0)))
     # Speeds have mean 1.
     floor_s = max(work_s / problem.hdp_size, longest_s / (1.0 if speed is None else float(speed.max())))
-    return Candidate(degree, gangs, singles, gang_s, single_s, floor_s)
+    return DegreeCandidate(degree, gangs, singles, gang_s, single_s, floor_s)
 
 
-def place(problem: Problem, tried: Candidate, use_gaps: bool = False) -> Placement:
+def place(problem: Problem, candidate: DegreeCandidate, use_gaps: bool = False) -> Placement:
     """Gangs, then singles into what is left."""
-    degree, gangs, singles = tried.degree, tried.gangs, tried.singles
+    degree, gangs, singles = candidate.degree, candidate.gangs, candidate.singles
     gang_degree = degree[gangs]
     put = place_gangs_in_gaps if use_gaps else place_gangs
-    timeline = put(gang_degree, tried.gang_s, problem.hdp_size, problem.rank_speed)
-    placed = place_singles(timeline, tried.single_s, problem.hdp_size, problem.rank_speed)
+    timeline = put(gang_degree, candidate.gang_s, problem.hdp_size, problem.rank_speed)
+    placed = place_singles(timeline, candidate.single_s, problem.hdp_size, problem.rank_speed)
     start_s = np.zeros(len(degree))
     start_s[gangs] = timeline.start_s
     start_s[singles] = np.concatenate([timeline.ready_s, timeline.gap_begin_s])[placed.bins]
-    first = np.cumsum(degree) - degree
+    first = exclusive_sum(degree)
     ranks = np.zeros(int(degree.sum()), dtype=np.int64)
     ranks[first[singles]] = np.concatenate([np.arange(problem.hdp_size), timeline.gap_rank])[placed.bins]
     item, index = spread(gang_degree)
     ranks[first[gangs][item] + index] = timeline.ranks
     width = float((timeline.gap_end_s - timeline.gap_begin_s).sum())
-    gaps_s = (width - float(tried.single_s[placed.bins >= problem.hdp_size].sum())) / problem.hdp_size
+    gaps_s = (width - float(candidate.single_s[placed.bins >= problem.hdp_size].sum())) / problem.hdp_size
     return Placement(degree, start_s, ranks, placed.step_s, gaps_s)
 
 
 @dataclass
 class _Search:
-    """The best placement so far and what was tried.
+    """The best placement so far and what was candidate.
 
     Attributes:
         below_s, seen: see `search`.
@@ -149,7 +149,7 @@ class _Search:
     budget: Budget
     seen: set[bytes]
     best: Placement | None = None
-    placed: list[tuple[Placement, Candidate]] = field(default_factory=list)
+    placed: list[tuple[Placement, DegreeCandidate]] = field(default_factory=list)
     num_tried: int = 0
 
     @property
@@ -175,15 +175,15 @@ class _Search:
             return True
         self.seen.add(key)
         self.num_tried += 1
-        tried = candidate(self.problem, degree)
-        if tried.floor_s >= self.limit_s:
+        candidate = degree_candidate(self.problem, degree)
+        if candidate.floor_s >= self.limit_s:
             return False
-        placement = place(self.problem, tried)
-        self.placed.append((placement, tried))
+        placement = place(self.problem, candidate)
+        self.placed.append((placement, candidate))
         self.offer(placement)
         return True
 
-    def by_step(self) -> list[tuple[Placement, Candidate]]:
+    def by_step(self) -> list[tuple[Placement, DegreeCandidate]]:
         """What was placed, shortest first."""
         return sorted(self.placed, key=lambda pair: pair[0].step_s)
 
@@ -196,7 +196,7 @@ def search(
     below_s: float = float("inf"),
     second: bool = False,
 ) -> list[Placement]:
-    """The placement with the shortest step among the counted tries, none where none is below `below_s`.
+    """The placement with the shortest step among the counted tries, or none when none beats `below_s`.
 
     Multifit mixes ranks of all nodes, which the times here do not count. Where links between nodes are slower, the best
     placement without it comes second: the prediction decides.
@@ -206,7 +206,7 @@ def search(
         least: degrees of least rank-seconds, from which sequences are widened.
         bound: at which step to stop.
         seen: degree vectors of an earlier search of the same lengths, left out; those of this search are added.
-        below_s: steps from here on are not wanted.
+        below_s: placements at or above this are dropped.
         second: whether this is a second search, which has fewer tries.
     """
     widening = Widening(problem, least)
@@ -242,7 +242,7 @@ def _try_targets(state: _Search, widening: Widening) -> None:
 def _try_rounded(state: _Search, least: IntArray) -> None:
     """The two best degree vectors and the narrowest, rounded."""
     hdp_size = state.problem.hdp_size
-    for degree in [least, *(tried.degree for _, tried in state.by_step()[:2])]:
+    for degree in [least, *(candidate.degree for _, candidate in state.by_step()[:2])]:
         for rounded in (power_of_two(degree, hdp_size), _equal_share(degree, hdp_size)):
             state.try_degrees(rounded)
             if state.done:
@@ -257,16 +257,16 @@ def _equal_share(degree: IntArray, hdp_size: int) -> IntArray:
 def _try_gaps(state: _Search) -> None:
     """Gangs in gaps, where what nothing filled explains a part of the distance to the bound."""
     worth = [
-        tried
-        for placement, tried in state.by_step()
+        candidate
+        for placement, candidate in state.by_step()
         if placement.gaps_s > WORTH_FILLING * (placement.step_s - state.bound)
     ]
     num_gangs = 0
-    for tried in worth[: state.budget.gap_candidates]:
-        num_gangs += len(tried.gangs)
+    for candidate in worth[: state.budget.gap_candidates]:
+        num_gangs += len(candidate.gangs)
         if num_gangs > state.budget.gap_gangs:
             return
-        if tried.floor_s < state.limit_s:
-            state.offer(place(state.problem, tried, use_gaps=True))
+        if candidate.floor_s < state.limit_s:
+            state.offer(place(state.problem, candidate, use_gaps=True))
         if state.done:
             return

@@ -41,11 +41,11 @@ def narrowed(problem: Problem, chosen: StepPlan) -> StepPlan:
     best, low, high = chosen, 0, len(cut)
     while low < high:
         count = (low + high + 1) // 2
-        made = _with_whole(chosen, cut[:count])
-        if made is not None:
-            made = replace(made, predicted=predict(made, problem.cost, rank_speed=problem.rank_speed))
-        if made is not None and made.predicted is not None and made.predicted.step_time_s <= limit_s:
-            best, low = made, count
+        plan = _with_whole(chosen, cut[:count])
+        if plan is not None:
+            plan = replace(plan, predicted=predict(plan, problem.cost, rank_speed=problem.rank_speed))
+        if plan is not None and plan.predicted is not None and plan.predicted.step_time_s <= limit_s:
+            best, low = plan, count
         else:
             high = count - 1
     return best

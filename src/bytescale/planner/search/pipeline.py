@@ -25,7 +25,7 @@ from bytescale.planner.parts.pipeline_orders import pipeline_orders
 from bytescale.planner.parts.timing import shortest_plan, step_s
 from bytescale.planner.parts.units import units_of
 from bytescale.planner.problem import Problem
-from bytescale.planner.search.pipeline_candidate import Shape, stacked_plan
+from bytescale.planner.search.pipeline_candidate import PipelineCandidate, stacked_plan
 
 _PACK_SHARES = (0.25, 0.06, 0.125, 0.5, 1.0)
 """Tokens of a pack as shares of what a rank holds; the first is where the search starts."""
@@ -46,26 +46,26 @@ def best_pipeline_plan(problem: Problem) -> StepPlan:
     allowed = 3 if size > 200_000 else 6 if size > 40_000 else 20
     least = least_work_degrees(problem).degree
     sizes = [max(1, int(problem.fixed_capacity * share)) for share in _PACK_SHARES]
-    shape = Shape(least, sizes[0], problem.pp_size - 1)
-    best = levelled_plan(problem, shape)
+    start = PipelineCandidate(least, sizes[0], problem.pp_size - 1)
+    best = levelled_plan(problem, start)
     assert best is not None  # whole sequences always fit
 
-    def tries(shapes: list[Shape]) -> None:
-        nonlocal shape, best, allowed
-        for candidate in shapes:
+    def tries(candidates: list[PipelineCandidate]) -> None:
+        nonlocal start, best, allowed
+        for candidate in candidates:
             if allowed <= 1:
                 return
             allowed -= 1
-            made = levelled_plan(problem, candidate)
-            if made is not None and best is not None and made.step_s < best.step_s * (1 - 1e-6):
-                shape, best = candidate, made
+            levelled = levelled_plan(problem, candidate)
+            if levelled is not None and best is not None and levelled.step_s < best.step_s * (1 - 1e-6):
+                start, best = candidate, levelled
 
-    tries([replace(shape, degree=degree) for degree in _degree_candidates(problem, least)])
-    tries([replace(shape, degree=power_of_two(shape.degree, problem.hdp_size))])
-    tries([replace(shape, pack_tokens=tokens) for tokens in sizes[1:]])
-    tries([replace(shape, num_leading=num) for num in (0, 1)])
+    tries([replace(start, degree=degree) for degree in _degree_candidates(problem, least)])
+    tries([replace(start, degree=power_of_two(start.degree, problem.hdp_size))])
+    tries([replace(start, pack_tokens=tokens) for tokens in sizes[1:]])
+    tries([replace(start, num_leading=num) for num in (0, 1)])
     times = () if size > 200_000 else _ORDER_TIMES
-    ordered = _best_order(problem, [shape.degree, *_degree_candidates(problem, least, times)])
+    ordered = _best_order(problem, [start.degree, *_degree_candidates(problem, least, times)])
     return ordered if step_s(ordered) < best.step_s * (1 - 1e-6) else best.plan
 
 
@@ -89,43 +89,43 @@ class LevelledPlan:
 
 
 def levelled_plan(
-    problem: Problem, shape: Shape, strategy: str = "best", rounds: int = LEVELLING_ROUNDS
+    problem: Problem, candidate: PipelineCandidate, strategy: str = "best", rounds: int = LEVELLING_ROUNDS
 ) -> LevelledPlan | None:
     """The plan of one candidate, its short sequences placed again by the waiting that its timeline shows.
 
-    How long a rank waits for other stages and gangs follows from the whole plan; `shape.bubble` only guesses it. So the
-    plan is timed, and sequences of one rank are levelled once more with the waiting found, `rounds` times.
+    How long a rank waits for other stages and gangs follows from the whole plan; `candidate.bubble` only guesses it. So
+    the plan is timed, and sequences of one rank are levelled once more with the waiting found, `rounds` times.
 
     Returns:
-        The best of the plans made; None where its chunks, or what it keeps of them, do not fit.
+        The best of these plans; None where its chunks, or what it keeps of them, do not fit.
     """
     best: LevelledPlan | None = None
     waiting_s: FloatArray | None = None
     for _ in range(rounds + 1):
-        made = stacked_plan(problem, shape, strategy, waiting_s)
-        if made.layout == "chunks" and not _fits(problem, made):
+        plan = stacked_plan(problem, candidate, strategy, waiting_s)
+        if plan.layout == "chunks" and not _fits(problem, plan):
             break
-        timed = _timed(problem, made)
+        timed = _timed(problem, plan)
         if best is None or timed.step_s < best.step_s * (1 - 1e-6):
             best = timed
         waiting_s = timed.waiting_s if waiting_s is None else (waiting_s + timed.waiting_s) / 2
     return best
 
 
-def _fits(problem: Problem, made: StepPlan) -> bool:
+def _fits(problem: Problem, plan: StepPlan) -> bool:
     """Whether every piece fits alone, and what is in flight fits together; packs are never larger than they may be."""
-    if made.pieces.tokens.max() > problem.fixed_capacity:
+    if plan.pieces.tokens.max() > problem.fixed_capacity:
         return False
-    return bool(in_flight_tokens(made).max() <= problem.pp_size * problem.tokens_per_rank)
+    return bool(in_flight_tokens(plan).max() <= problem.pp_size * problem.tokens_per_rank)
 
 
-def _timed(problem: Problem, made: StepPlan) -> LevelledPlan:
-    times = durations(made, problem.cost, problem.rank_speed)
-    line = makespan(made, times.forward_s, times.backward_s)
+def _timed(problem: Problem, plan: StepPlan) -> LevelledPlan:
+    times = durations(plan, problem.cost, problem.rank_speed)
+    line = makespan(plan, times.forward_s, times.backward_s)
     ends = line.end_s.reshape(line.gangs.num_gangs, -1).max(axis=1)[line.gangs.gang]
-    end_s = np.zeros(made.hdp_size)
+    end_s = np.zeros(plan.hdp_size)
     np.maximum.at(end_s, line.gangs.rank, ends)
-    return LevelledPlan(made, line.step_time_s, end_s - rank_times_s(made, times))
+    return LevelledPlan(plan, line.step_time_s, end_s - rank_times_s(plan, times))
 
 
 def _degree_candidates(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, exclusive_sum
 from bytescale.cost.model import CostModel
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import micro_batch_s, ratio_at, sequence_time_s, stage_time_s
@@ -24,8 +24,8 @@ from bytescale.planner.problem import Problem
 
 
 @dataclass(frozen=True)
-class Shape:
-    """One candidate.
+class PipelineCandidate:
+    """Degrees, packs and chunks that give one plan.
 
     Attributes:
         degree: of each sequence.
@@ -52,29 +52,29 @@ class Shape:
 
 
 def stacked_plan(
-    problem: Problem, shape: Shape, strategy: str = "best", waiting_s: FloatArray | None = None
+    problem: Problem, candidate: PipelineCandidate, strategy: str = "best", waiting_s: FloatArray | None = None
 ) -> StepPlan:
     """The plan of one candidate.
 
     Args:
         problem: what is asked.
-        shape: the candidate.
+        candidate: which.
         strategy: name that the plan carries.
-        waiting_s: how long each rank waits in the same plan without it; None estimates it by `shape.bubble`.
+        waiting_s: how long each rank waits in the same plan without it; None estimates it by `candidate.bubble`.
     """
-    lengths, degree = problem.lengths, shape.degree
-    chunked = np.zeros(len(lengths), dtype=bool) if shape.num_chunks is None else shape.num_chunks > 1
+    lengths, degree = problem.lengths, candidate.degree
+    chunked = np.zeros(len(lengths), dtype=bool) if candidate.num_chunks is None else candidate.num_chunks > 1
     alone = (degree > 1) | chunked | (lengths > problem.fixed_capacity)
     # Gangs of several ranks first: where they sit does not depend on the rest.
     gangs = np.flatnonzero(alone)
     gangs = gangs[np.argsort(degree[gangs] == 1, kind="stable")]
     singles = np.flatnonzero(~alone)
-    parts = _parts(problem, gangs, shape)
-    placed = _place_gangs(problem, shape, degree[gangs], parts, waiting_s)
-    chosen, numbers, num_leading = _place_packs(problem, shape, singles, placed)
+    parts = _parts(problem, gangs, candidate)
+    placed = _place_gangs(problem, candidate, degree[gangs], parts, waiting_s)
+    chosen, numbers, num_leading = _place_packs(problem, candidate, singles, placed)
     row, chunk_row = _rows_of_chunks(degree[gangs], parts.num)
     columns: dict[str, Any] = {}
-    if shape.num_chunks is not None:
+    if candidate.num_chunks is not None:
         columns["chunk"] = (
             np.append(parts.begin, np.zeros(len(singles), np.int64)),
             np.append(parts.end, lengths[singles]),
@@ -104,12 +104,12 @@ class _PlacedGangs(Placed):
 
 
 def _place_gangs(
-    problem: Problem, shape: Shape, degree: IntArray, parts: "_Parts", waiting_s: FloatArray | None
+    problem: Problem, candidate: PipelineCandidate, degree: IntArray, parts: "_Parts", waiting_s: FloatArray | None
 ) -> _PlacedGangs:
     """Gangs of several ranks, which come first in `degree`, stacked; then those of one rank levelled behind them."""
     num_wide = int((degree > 1).sum())
     wide_degree, wide_s, lone_s = degree[:num_wide], parts.gang_s[:num_wide], parts.gang_s[num_wide:]
-    wait_s = shape.bubble * (problem.pp_size - 1) * parts.longest_s[:num_wide]
+    wait_s = candidate.bubble * (problem.pp_size - 1) * parts.longest_s[:num_wide]
     wide = stack_gangs(wide_degree, problem.hdp_size, wide_s, parts.num[:num_wide], wait_s)
     busy_s = np.bincount(wide.ranks, weights=np.repeat(wide_s, wide_degree), minlength=problem.hdp_size)
     if waiting_s is None:
@@ -123,27 +123,27 @@ def _place_gangs(
 
 
 def _place_packs(
-    problem: Problem, shape: Shape, singles: IntArray, placed: _PlacedGangs
+    problem: Problem, candidate: PipelineCandidate, singles: IntArray, placed: _PlacedGangs
 ) -> tuple[IntArray, IntArray, int]:
     """Rank and micro-batch of every single sequence, and how many packs lead on every rank."""
     lengths = problem.lengths[singles]
     fixed = np.full(len(singles), problem.fixed_ratio)
     single_s = sequence_time_s(problem, lengths, np.ones_like(singles), fixed)
-    share_s = micro_batch_s(problem) * lengths / shape.pack_tokens
+    share_s = micro_batch_s(problem) * lengths / candidate.pack_tokens
     chosen, _ = fill_rooms(single_s + share_s, placed.room_s, problem.rank_speed)
     # A sequence longer than a pack fills one alone.
-    pack = first_fit_in_segments(chosen, np.minimum(lengths, shape.pack_tokens), shape.pack_tokens)
+    pack = first_fit_in_segments(chosen, np.minimum(lengths, candidate.pack_tokens), candidate.pack_tokens)
     stride = int(pack.max(initial=0)) + 1
     unit, which = np.unique(chosen * stride + pack, return_inverse=True)
     unit_s = np.bincount(which, weights=single_s, minlength=len(unit)).astype(np.float64)
-    numbers, num_leading = _pack_numbers(unit // stride, unit_s, placed.counts, shape.num_leading)
+    numbers, num_leading = _pack_numbers(unit // stride, unit_s, placed.counts, candidate.num_leading)
     return chosen, numbers[which], num_leading
 
 
 def _queue(rank: IntArray, time_s: FloatArray, num: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
     """First micro-batch of each unit behind what its rank has, longest first, and the counts after them."""
     order = np.lexsort((-time_s, rank))
-    running = np.cumsum(num[order]) - num[order]
+    running = exclusive_sum(num[order])
     begin = np.searchsorted(rank[order], rank[order])
     numbers = np.zeros_like(rank)
     numbers[order] = counts[rank[order]] + running - running[begin]
@@ -168,13 +168,13 @@ class _Parts:
     ratio: FloatArray
 
 
-def _parts(problem: Problem, gangs: IntArray, shape: Shape) -> _Parts:
-    lengths, degree = problem.lengths[gangs], shape.degree[gangs]
-    num = np.ones_like(gangs) if shape.num_chunks is None else shape.num_chunks[gangs]
+def _parts(problem: Problem, gangs: IntArray, candidate: PipelineCandidate) -> _Parts:
+    lengths, degree = problem.lengths[gangs], candidate.degree[gangs]
+    num = np.ones_like(gangs) if candidate.num_chunks is None else candidate.num_chunks[gangs]
     gang, index = spread(num)
-    power = np.ones(len(gangs)) if shape.cut_power is None else shape.cut_power[gangs]
+    power = np.ones(len(gangs)) if candidate.cut_power is None else candidate.cut_power[gangs]
     begin, end = (chunk_cut(lengths[gang], i, num[gang], power[gang]) for i in (index, index + 1))
-    if shape.num_chunks is None:
+    if candidate.num_chunks is None:
         ratio = np.minimum(ratio_at(problem, lengths, degree), 1.0)
     else:
         ratio = np.full(len(gangs), problem.fixed_ratio)
@@ -195,7 +195,7 @@ def _rows_of_chunks(degree: IntArray, num: IntArray) -> tuple[IntArray, IntArray
     """Pieces of gangs repeated once a chunk: the row of each piece among those of its gang, and its chunk."""
     gang, chunk = spread(num)
     part, index = spread(degree[gang])
-    first = np.cumsum(degree) - degree
+    first = exclusive_sum(degree)
     return first[gang[part]] + index, chunk[part]
 
 
@@ -216,7 +216,7 @@ def _pack_numbers(rank: IntArray, time_s: FloatArray, gang_counts: IntArray, wan
     num_leading = min(wanted, int(per_rank.min()))
     shortest = np.lexsort((time_s, rank))
     position = np.zeros(len(rank), dtype=np.int64)
-    position[shortest] = np.arange(len(rank)) - np.repeat(np.cumsum(per_rank) - per_rank, per_rank)
+    position[shortest] = spread(per_rank)[1]
     count = per_rank[rank]
     # With fewer than two packs a leading one, the shortest lead and the rest follow.
     spaced = 2 * num_leading <= count

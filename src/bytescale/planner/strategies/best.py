@@ -7,7 +7,7 @@
 3. Micro-batches: singles packed to C between the gangs of a rank.
 4. The other strategies are planned as well while the batch is small enough; if one predicts a shorter step its plan is
    returned. Beyond `RIVAL_LIMIT` this is only done when ours is far from the lower bound.
-5. In small batches the shortest sequences are made whole again where that costs less than predictions are good for
+5. In small batches the shortest sequences become whole again where that costs less than predictions are good for
    (`search.narrow`, 0.1 %).
 
 Every search is limited by counted tries, never by the clock; equal input and seed give an equal plan. What provably
@@ -78,15 +78,15 @@ def _shorter_plan(problem: Problem, rival: Strategy, below_s: float) -> StepPlan
     try:
         if rival.name == "static" and problem.pp_size == 1 and static_bound_s(problem) >= below_s:
             return None  # its plans can have millions of pieces
-        made = rival.plan(problem)
+        plan = rival.plan(problem)
     except UserError:
         return None
     # The busiest rank alone refuses most of them, without the makespan.
-    times = durations(made, problem.cost, problem.rank_speed)
-    if float(rank_times_s(made, times).max()) >= below_s:
+    times = durations(plan, problem.cost, problem.rank_speed)
+    if float(rank_times_s(plan, times).max()) >= below_s:
         return None
-    made = predicted(problem, made)
-    return made if step_s(made) < below_s * (1 - 1e-12) else None
+    plan = predicted(problem, plan)
+    return plan if step_s(plan) < below_s * (1 - 1e-12) else None
 
 
 def reachable_s(problem: Problem, least: Degrees) -> float:
@@ -109,7 +109,7 @@ def own_plans(problem: Problem, least: Degrees, bound: float) -> list[StepPlan]:
     """
     seen: set[bytes] = set()
     plans = [_plan_of(problem, placement) for placement in search(problem, least.degree, bound, seen)]
-    shortest_s = min(step_s(made) for made in plans)
+    shortest_s = min(step_s(plan) for plan in plans)
     longest = int(problem.lengths.max())
     fits_without = longest <= problem.tokens_per_rank * problem.hdp_size
     if problem.offload == "auto" and fits_without and shortest_s > bound * (1 + GOOD_ENOUGH):
@@ -127,7 +127,7 @@ def own_plans(problem: Problem, least: Degrees, bound: float) -> list[StepPlan]:
 
 
 def _plan_of(problem: Problem, placement: Placement) -> StepPlan:
-    made = plan_of_starts(
+    plan = plan_of_starts(
         problem,
         "best",
         degree=placement.degree,
@@ -135,7 +135,7 @@ def _plan_of(problem: Problem, placement: Placement) -> StepPlan:
         ranks=placement.ranks,
         start_s=placement.start_s,
     )
-    return predicted(problem, made)
+    return predicted(problem, plan)
 
 
 def _rename_ranks(problem: Problem, placement: Placement, speed: FloatArray) -> Placement:

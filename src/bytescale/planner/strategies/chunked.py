@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, ceil_div
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import stage_time_s
 from bytescale.planner.problem import Problem
 from bytescale.planner.search.pipeline import levelled_plan
-from bytescale.planner.search.pipeline_candidate import Shape, chunk_cut, kept_gradient_share
+from bytescale.planner.search.pipeline_candidate import PipelineCandidate, chunk_cut, kept_gradient_share
 
 _NUM_CHUNKS = (4, 8, 6, 2)
 """Most chunks of a sequence; the first is where the search starts."""
@@ -42,8 +42,8 @@ _RANK_SHARES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 
 
 @dataclass(frozen=True)
-class _Try:
-    """One point of the search; shares as in the tables above."""
+class _ChunkCandidate:
+    """One candidate of the search, before it is known what each sequence does; shares as in the tables above."""
 
     most_chunks: int = _NUM_CHUNKS[0]
     horizon: float = _HORIZONS[0]
@@ -53,42 +53,43 @@ class _Try:
 
 
 def plan_chunked(problem: Problem, whole: StepPlan) -> StepPlan:
-    """The plan with the shortest step found; at worst `whole`, a predicted plan, which it is without a pipeline."""
+    """The plan with the shortest step found; at worst `whole`, which is predicted, and without a pipeline always it."""
     best = whole
     if problem.pp_size == 1:
         return best
     assert whole.predicted is not None
     whole_s = best_s = whole.predicted.step_time_s
-    at = _Try(num_leading=problem.pp_size - 1)
+    start = _ChunkCandidate(num_leading=problem.pp_size - 1)
     size = (problem.num_sequences + problem.hdp_size) * problem.pp_size
     allowed = 5 if size > 400_000 else 12 if size > 100_000 else 40
     seen: set[bytes] = set()
 
-    def tries(points: list[_Try]) -> None:
-        nonlocal at, best, best_s
-        for point in points:
-            shape = _shape_at(problem, point, whole_s)
-            if len(seen) >= allowed or shape.key in seen:
+    def tries(candidates: list[_ChunkCandidate]) -> None:
+        nonlocal start, best, best_s
+        for candidate in candidates:
+            sequences = _pipeline_candidate(problem, candidate, whole_s)
+            if len(seen) >= allowed or sequences.key in seen:
                 continue
-            seen.add(shape.key)
-            made = levelled_plan(problem, shape, "chunked")
-            if made is not None and made.step_s < best_s * (1 - 1e-6):
-                at, best, best_s = point, made.plan, made.step_s
+            seen.add(sequences.key)
+            levelled = levelled_plan(problem, sequences, "chunked")
+            if levelled is not None and levelled.step_s < best_s * (1 - 1e-6):
+                start, best, best_s = candidate, levelled.plan, levelled.step_s
 
-    tries([replace(at, most_chunks=num, horizon=horizon) for num in _NUM_CHUNKS for horizon in _HORIZONS])
-    tries([replace(at, pack=pack) for pack in _PACK_SHARES])
-    tries([replace(at, bubble=bubble) for bubble in _BUBBLES[1:]])
-    tries([replace(at, num_leading=num) for num in (0, 1, problem.pp_size)])
-    made = levelled_plan(problem, _shape_at(problem, at, whole_s), "chunked", rounds=4)
-    if made is not None and made.step_s < best_s:
-        best = made.plan
+    tries([replace(start, most_chunks=num, horizon=horizon) for num in _NUM_CHUNKS for horizon in _HORIZONS])
+    tries([replace(start, pack=pack) for pack in _PACK_SHARES])
+    tries([replace(start, bubble=bubble) for bubble in _BUBBLES[1:]])
+    tries([replace(start, num_leading=num) for num in (0, 1, problem.pp_size)])
+    levelled = levelled_plan(problem, _pipeline_candidate(problem, start, whole_s), "chunked", rounds=4)
+    if levelled is not None and levelled.step_s < best_s:
+        best = levelled.plan
     return best
 
 
-def _shape_at(problem: Problem, point: _Try, whole_s: float) -> Shape:
-    degree, num_chunks, power = choose_chunks(problem, point.most_chunks, point.horizon * whole_s, point.bubble)
-    pack_tokens = min(piece_limit(problem, point.most_chunks), max(1, int(problem.fixed_capacity * point.pack)))
-    return Shape(degree, pack_tokens, point.num_leading, num_chunks, power, point.bubble)
+def _pipeline_candidate(problem: Problem, candidate: _ChunkCandidate, whole_s: float) -> PipelineCandidate:
+    horizon_s = candidate.horizon * whole_s
+    degree, num_chunks, power = choose_chunks(problem, candidate.most_chunks, horizon_s, candidate.bubble)
+    pack_tokens = min(piece_limit(problem, candidate.most_chunks), max(1, int(problem.fixed_capacity * candidate.pack)))
+    return PipelineCandidate(degree, pack_tokens, candidate.num_leading, num_chunks, power, candidate.bubble)
 
 
 def choose_chunks(
@@ -105,13 +106,13 @@ def choose_chunks(
     table = [(share, n, power) for share in _RANK_SHARES for n in range(1, most_chunks + 1) for power in _CUT_POWERS]
     shares, num, power = (np.array(column)[None, :] for column in zip(*table, strict=True))
     ranks = np.clip(np.ceil(s / (shares * capacity)).astype(np.int64), 1, problem.hdp_size)
-    total_s, longest_s, widest, narrowest = _chunk_times(problem, s, ranks, num, power)
-    ends_s = total_s + (problem.pp_size - 1) * longest_s
-    work = ranks * (total_s + bubble * (problem.pp_size - 1) * longest_s)
+    chunks = _chunks_of(problem, s, ranks, num, power)
+    ends_s = chunks.total_s + (problem.pp_size - 1) * chunks.longest_s
+    work = ranks * (chunks.total_s + bubble * (problem.pp_size - 1) * chunks.longest_s)
     # Where nothing meets the horizon the earliest end counts.
     score = np.where(ends_s <= horizon_s, work, work.max() * (1 + ends_s / horizon_s))
     # Every rank must have a token of every chunk.
-    legal = (widest <= limit) & ((num == 1) | (narrowest >= 1))
+    legal = (chunks.most_tokens <= limit) & ((num == 1) | (chunks.least_tokens >= 1))
     chosen = np.where(legal, score, np.inf).argmin(axis=1)
     degree[rows], num_chunks[rows] = ranks[np.arange(len(rows)), chosen], num[0, chosen]
     cut_power[rows] = power[0, chosen]
@@ -125,17 +126,29 @@ def piece_limit(problem: Problem, most_chunks: int) -> int:
     return max(1, min(problem.fixed_capacity, int(room)))
 
 
-def _chunk_times(
-    problem: Problem, s: IntArray, ranks: IntArray, num: IntArray, power: FloatArray
-) -> tuple[FloatArray, FloatArray, IntArray, IntArray]:
-    """Sum and maximum over the chunks of each choice, on the fullest stage; tokens of largest and smallest piece."""
-    total, longest = np.zeros(ranks.shape), np.zeros(ranks.shape)
-    widest, narrowest = np.zeros(ranks.shape, np.int64), np.full(ranks.shape, np.iinfo(np.int64).max)
+@dataclass(frozen=True)
+class _Chunks:
+    """The chunks of every sequence (rows) under every choice (columns).
+
+    Attributes:
+        total_s, longest_s: time of all of them, and of the longest, on the fullest stage.
+        most_tokens, least_tokens: of a piece of any of them.
+    """
+
+    total_s: FloatArray
+    longest_s: FloatArray
+    most_tokens: IntArray
+    least_tokens: IntArray
+
+
+def _chunks_of(problem: Problem, s: IntArray, ranks: IntArray, num: IntArray, power: FloatArray) -> _Chunks:
+    total_s, longest_s = np.zeros(ranks.shape), np.zeros(ranks.shape)
+    most, least = np.zeros(ranks.shape, np.int64), np.full(ranks.shape, np.iinfo(np.int64).max)
     ratio = np.full(ranks.shape, problem.fixed_ratio)
     for i in range(int(num.max())):
         begin, end = chunk_cut(s, i, num, power), chunk_cut(s, i + 1, num, power)
         part_s = np.where(i < num, stage_time_s(problem, end - begin, ranks, ratio, begin), 0.0)
-        total, longest = total + part_s, np.maximum(longest, part_s)
-        widest = np.maximum(widest, -(-(end - begin) // ranks))
-        narrowest = np.where(i < num, np.minimum(narrowest, (end - begin) // ranks), narrowest)
-    return total, longest, widest, narrowest
+        total_s, longest_s = total_s + part_s, np.maximum(longest_s, part_s)
+        most = np.maximum(most, ceil_div(end - begin, ranks))
+        least = np.where(i < num, np.minimum(least, (end - begin) // ranks), least)
+    return _Chunks(total_s, longest_s, most, least)

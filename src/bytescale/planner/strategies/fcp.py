@@ -13,19 +13,45 @@ Cost: O(blocks log R), Python heap.
 """
 
 import heapq
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, ceil_div
 from bytescale.cost.blocks import attention_s
 from bytescale.plan.step_plan import StepPlan, step_plan
 from bytescale.planner.parts.packing import next_fit
+from bytescale.planner.parts.rows import spread
 from bytescale.planner.problem import Problem, too_long
 
 BLOCK_TOKENS = 4096
 WAVE_FILL = 0.97
 """Share of a wave's room that is planned for, so that whole blocks nearly always fit."""
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Tokens begin..end-1 of a sequence, each column of shape [num_blocks]."""
+
+    sequence: IntArray
+    begin: IntArray
+    end: IntArray
+
+    def of(self, rows: IntArray) -> "_Blocks":
+        return _Blocks(self.sequence[rows], self.begin[rows], self.end[rows])
+
+
+@dataclass(frozen=True)
+class _PlacedWave:
+    """Blocks of one wave, some cut once more, and the rank of each; used ranks are the lowest. Shape [num_blocks]."""
+
+    blocks: _Blocks
+    rank: IntArray
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.rank.max()) + 1
 
 
 def plan_fcp(problem: Problem) -> StepPlan:
@@ -37,19 +63,20 @@ def plan_fcp(problem: Problem) -> StepPlan:
     capacity, hdp_size = problem.fixed_capacity, problem.hdp_size
     if int(problem.lengths.max()) > capacity * hdp_size:
         raise too_long(problem, int(problem.lengths.argmax()), capacity, hdp_size)
-    wave = _assign_waves(problem)
-    sequence, begin, end = _blocks(problem.lengths, min(BLOCK_TOKENS, capacity))
-    time_s = _block_time_s(problem, begin, end)
-    by_wave = np.argsort(wave[sequence], kind="stable")
-    bounds = np.searchsorted(wave[sequence][by_wave], np.arange(int(wave.max()) + 2))
-    placed = []
+    blocks = _blocks(problem.lengths, min(BLOCK_TOKENS, capacity))
+    time_s = _block_time_s(problem, blocks)
+    wave = _assign_waves(problem)[blocks.sequence]
+    by_wave = np.argsort(wave, kind="stable")
+    bounds = np.searchsorted(wave[by_wave], np.arange(int(wave.max()) + 2))
+    waves = []
     for first, last in pairwise(bounds.tolist()):
         rows = by_wave[first:last]
-        placed.append(_place_wave(sequence[rows], begin[rows], end[rows], time_s[rows], capacity, hdp_size))
-    used = [int(columns[1].max()) + 1 for columns in placed]
-    order = sorted(range(len(placed)), key=lambda w: (-used[w], w))
-    columns = [np.concatenate([placed[w][k] for w in order]) for k in range(4)]
-    micro_batch = np.repeat(np.arange(len(order)), [len(placed[w][0]) for w in order])
+        waves.append(_place_wave(blocks.of(rows), time_s[rows], capacity, hdp_size))
+    # `sorted` is stable: of equally wide waves the first stays first.
+    waves = sorted(waves, key=lambda placed: -placed.num_ranks)
+    micro_batch = np.repeat(np.arange(len(waves)), [len(placed.rank) for placed in waves])
+    begin = np.concatenate([placed.blocks.begin for placed in waves])
+    end = np.concatenate([placed.blocks.end for placed in waves])
     return step_plan(
         strategy="fcp",
         hdp_size=hdp_size,
@@ -57,13 +84,13 @@ def plan_fcp(problem: Problem) -> StepPlan:
         num_layers=problem.num_layers,
         pp_size=problem.pp_size,
         lengths=problem.lengths,
-        sequence=columns[0],
-        rank=columns[1],
+        sequence=np.concatenate([placed.blocks.sequence for placed in waves]),
+        rank=np.concatenate([placed.rank for placed in waves]),
         micro_batch=micro_batch,
-        tokens=columns[3] - columns[2],
+        tokens=end - begin,
         offload_ratio=problem.fixed_ratio,
-        token_begin=columns[2],
-        token_end=columns[3],
+        token_begin=begin,
+        token_end=end,
     )
 
 
@@ -76,26 +103,23 @@ def _assign_waves(problem: Problem) -> IntArray:
     return wave
 
 
-def _blocks(lengths: IntArray, block: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Sequence, begin and end of every block; the last block of a sequence is what is left."""
-    counts = -(-lengths // block)
-    sequence = np.repeat(np.arange(len(lengths)), counts)
-    begin = (np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)) * block
-    return sequence, begin, np.minimum(begin + block, lengths[sequence])
+def _blocks(lengths: IntArray, block_tokens: int) -> _Blocks:
+    """Every sequence cut into blocks; the last block of a sequence is what is left."""
+    sequence, index = spread(ceil_div(lengths, block_tokens))
+    begin = index * block_tokens
+    return _Blocks(sequence, begin, np.minimum(begin + block_tokens, lengths[sequence]))
 
 
-def _block_time_s(problem: Problem, begin: IntArray, end: IntArray) -> FloatArray:
-    """Forward time of a block in one layer: balance needs ratios only."""
+def _block_time_s(problem: Problem, blocks: _Blocks) -> FloatArray:
+    """Forward time of each block in one layer: balance needs ratios only."""
     direction = problem.cost.forward
-    width = (end - begin).astype(np.float64)
-    attention = attention_s(problem.cost, direction, begin.astype(np.float64), end.astype(np.float64))
-    return np.asarray(attention + direction.token_s * width, np.float64)
+    begin, end = blocks.begin.astype(np.float64), blocks.end.astype(np.float64)
+    attention = attention_s(problem.cost, direction, begin, end)
+    return np.asarray(attention + direction.token_s * (end - begin), np.float64)
 
 
-def _place_wave(
-    sequence: IntArray, begin: IntArray, end: IntArray, time_s: FloatArray, capacity: int, hdp_size: int
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Columns sequence, rank, begin, end of one wave; used ranks are the lowest.
+def _place_wave(blocks: _Blocks, time_s: FloatArray, capacity: int, hdp_size: int) -> _PlacedWave:
+    """Blocks longest first on the least loaded rank that holds them.
 
     A rank without room for a block is parked until blocks are half as wide, so each rank is looked at a few times only.
     """
@@ -104,9 +128,10 @@ def _place_wave(
     parked: list[tuple[float, int]] = []
     parked_width = 0
     rows: list[tuple[int, int, int, int]] = []
-    blocks = list(zip(sequence.tolist(), begin.tolist(), end.tolist(), time_s.tolist(), strict=True))
-    for k in np.argsort(-time_s, kind="stable").tolist():
-        s, b, e, t = blocks[k]
+    order = np.argsort(-time_s, kind="stable")
+    ordered = blocks.of(order)
+    columns = (ordered.sequence, ordered.begin, ordered.end, time_s[order])
+    for s, b, e, t in zip(*(column.tolist() for column in columns), strict=True):
         width = e - b
         if parked and 2 * width <= parked_width:
             heap += parked
@@ -126,9 +151,9 @@ def _place_wave(
             rows += _cut_to_rooms(s, b, e, room)
             heap, parked, parked_width = [entry for entry in parked if room[entry[1]]], [], 0
             heapq.heapify(heap)
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    _, dense = np.unique(columns[1], return_inverse=True)
-    return columns[0], dense.astype(np.int64), columns[2], columns[3]
+    sequence, rank, begin, end = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    _, dense = np.unique(rank, return_inverse=True)
+    return _PlacedWave(_Blocks(sequence, begin, end), dense.astype(np.int64))
 
 
 def _cut_to_rooms(sequence: int, begin: int, end: int, room: list[int]) -> list[tuple[int, int, int, int]]:

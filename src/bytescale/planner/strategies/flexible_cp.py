@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, exclusive_sum
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import group_time_s
 from bytescale.planner.parts.levels import stack_gangs
@@ -132,7 +132,7 @@ def _times_at_next(problem: Problem, lengths: IntArray, degree: int, num: int) -
 
 def _place_waves(waves: list[IntArray], degree: IntArray, time_s: FloatArray, hdp_size: int) -> Placed:
     """Each group of a wave on the least loaded ranks."""
-    first = np.cumsum(degree) - degree
+    first = exclusive_sum(degree)
     ranks = np.zeros(int(degree.sum()), dtype=np.int64)
     micro_batches = np.zeros_like(ranks)
     load, counts = np.zeros(hdp_size), np.zeros(hdp_size, dtype=np.int64)
@@ -142,7 +142,7 @@ def _place_waves(waves: list[IntArray], degree: IntArray, time_s: FloatArray, hd
         members = np.argsort(load, kind="stable")[: len(unit)]
         rows = first[wave][unit] + index
         ranks[rows], micro_batches[rows] = members, counts[members]
-        start = np.maximum.reduceat(load[members], np.cumsum(size) - size)
+        start = np.maximum.reduceat(load[members], exclusive_sum(size))
         load[members] = (start + time_s[wave])[unit]
         counts[members] += 1
     return Placed(ranks, micro_batches, counts)

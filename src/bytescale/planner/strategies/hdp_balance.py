@@ -18,11 +18,11 @@ Cost: O((units / R) * R log R), numpy; with a pipeline six orders, each timed, a
 
 import numpy as np
 
-from bytescale.arrays import FloatArray, IntArray
+from bytescale.arrays import FloatArray, IntArray, exclusive_sum
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import paper_degrees
 from bytescale.planner.parts.pipeline_orders import pipeline_orders
-from bytescale.planner.parts.rows import Placed
+from bytescale.planner.parts.rows import Placed, spread
 from bytescale.planner.parts.timing import shortest_plan
 from bytescale.planner.parts.units import units_of
 from bytescale.planner.problem import Problem
@@ -52,7 +52,7 @@ def balance_units(
     work = np.cumsum((degree * time_s)[order])
     bucket_ends = np.searchsorted(work, work[-1] * np.arange(1, num_buckets + 1) / num_buckets * (1 - 1e-12)) + 1
     bucket_ends[-1] = len(order)
-    first = np.cumsum(degree) - degree
+    first = exclusive_sum(degree)
     ranks = np.zeros(int(degree.sum()), dtype=np.int64)
     micro_batches = np.zeros_like(ranks)
     exec_s, counts = np.zeros(hdp_size), np.zeros(hdp_size, dtype=np.int64)
@@ -67,10 +67,10 @@ def balance_units(
         # A gang wider than the lagging ranks takes the next least loaded ones as well.
         count = max(1, int(np.searchsorted(end, num_targets, side="right")))
         batch, size = batch[:count], degree[batch[:count]]
-        unit = np.repeat(np.arange(count), size)
+        unit, index = spread(size)
         members = by_load[: len(unit)]
-        rows = first[batch][unit] + np.arange(len(unit)) - (np.cumsum(size) - size)[unit]
-        start = np.maximum.reduceat(exec_s[members], np.cumsum(size) - size)
+        rows = first[batch][unit] + index
+        start = np.maximum.reduceat(exec_s[members], exclusive_sum(size))
         ranks[rows], micro_batches[rows] = members, counts[members]
         counts[members] += 1
         exec_s[members] = (start + time_s[batch])[unit]

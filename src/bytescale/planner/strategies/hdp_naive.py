@@ -7,14 +7,14 @@ balance scheduler's part.
 
 With a pipeline a gang must sit at one micro-batch number on all its ranks (then every stage runs a part of one common
 1F1B order and nothing can wait in a circle). So arrival order runs in rows, one micro-batch number a row: a gang that
-no longer fits starts the next row and packs fill what is left. Too few packs for that: `stack.stack_gangs`.
+no longer fits starts the next row and packs fill what is left. Too few packs for that: `levels.stack_gangs`.
 
 Invariant: gangs are placed in one global order, so the order on every rank agrees. Cost: O(pieces).
 """
 
 import numpy as np
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import IntArray, exclusive_sum
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.degrees import paper_degrees
 from bytescale.planner.parts.levels import stack_gangs
@@ -47,9 +47,8 @@ def place_rows(problem: Problem, degree: IntArray, num_packs: int) -> Placed:
     if int((hdp_size - used).sum()) > num_packs:
         return _stacked(problem, degree, num_packs)
     item, index = spread(degree)
-    before = np.cumsum(degree) - degree
-    row_begin = np.concatenate([[0], np.cumsum(used)[:-1]]) if len(used) else used
-    ranks = before[item] - row_begin[row[item]] + index
+    first = exclusive_sum(degree)
+    ranks = first[item] - exclusive_sum(used)[row[item]] + index
     hole_row, hole = spread(hdp_size - used)
     rest = np.arange(num_packs - len(hole_row))
     ranks = np.concatenate([ranks, used[hole_row] + hole, rest % hdp_size])

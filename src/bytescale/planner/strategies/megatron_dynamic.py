@@ -24,7 +24,7 @@ from bytescale.arrays import FloatArray, IntArray
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner.parts.levels import stack_gangs
 from bytescale.planner.parts.packing import next_fit
-from bytescale.planner.parts.rows import Placed, plan_of_units, spread
+from bytescale.planner.parts.rows import Placed, plan_of_units
 from bytescale.planner.problem import Problem, too_long
 
 CAP_SLACK = 1.05
@@ -61,10 +61,7 @@ def plan_dynamic(problem: Problem) -> StepPlan:
                 unit[np.array(rank_set.sequences)[pack == p]] = len(sets) + len(late_degree)
                 late_degree.append(rank_set.size)
     # Sets fill all ranks of a micro-batch, one behind the other.
-    end = np.cumsum(degree)
-    row, index = spread(degree)
-    ranks = ((end - degree)[row] + index) % hdp_size
-    numbers = np.arange(len(row)) // hdp_size
+    slot = np.arange(int(degree.sum()))
     late_units = stack_gangs(np.array(late_degree, dtype=np.int64), hdp_size)
     return plan_of_units(
         problem,
@@ -72,8 +69,8 @@ def plan_dynamic(problem: Problem) -> StepPlan:
         unit=unit,
         degree=np.append(degree, np.array(late_degree, np.int64)),
         placed=Placed(
-            np.append(ranks, late_units.ranks),
-            np.append(numbers, late_units.micro_batches + len(micro_batches)),
+            np.append(slot % hdp_size, late_units.ranks),
+            np.append(slot // hdp_size, late_units.micro_batches + len(micro_batches)),
             late_units.counts + len(micro_batches),
         ),
         offload_ratio=problem.fixed_ratio,

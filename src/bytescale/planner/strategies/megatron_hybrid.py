@@ -77,7 +77,7 @@ def _one_after_another(first: IntArray, degree: IntArray, hdp_size: int) -> Plac
     order = np.argsort(ranks, kind="stable")
     counts = np.bincount(ranks, minlength=hdp_size)
     number = np.zeros(len(ranks), dtype=np.int64)
-    number[order] = np.arange(len(ranks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    number[order] = spread(counts)[1]
     return Placed(ranks, number, counts)
 
 

@@ -43,9 +43,9 @@ def holdout(num_batches: int = NUM_FIT_BATCHES, progress: Progress = None) -> li
             if progress is not None:
                 progress(f"holdout: {title}: {model}")
             seen, unseen = _cells([model], fit_data, fit_contexts), _cells([model], data, contexts)
-            made = fit_model(seen, calibration, num_batches)
-            fitted.append(log_errors(seen, made, num_batches))
-            held.append(log_errors(unseen, made, num_batches))
+            constants = fit_model(seen, calibration, num_batches)
+            fitted.append(log_errors(seen, constants, num_batches))
+            held.append(log_errors(unseen, constants, num_batches))
             rows += _rows(title, model, fitted[-1], held[-1])
         rows += _rows(title, "all", np.concatenate(fitted), np.concatenate(held))
     return rows + _by_one_cluster(num_batches, progress)
@@ -56,10 +56,10 @@ def _by_one_cluster(num_batches: int, progress: Progress) -> list[Row]:
     if progress is not None:
         progress(f"holdout: {title}")
     seen = _cells(FITTED_MODELS, DATA, list(CONTEXTS))
-    made = fit_cluster(seen, read_calibration(), num_batches)
-    fitted = log_errors(seen, made, num_batches)
+    constants = fit_cluster(seen, read_calibration(), num_batches)
+    fitted = log_errors(seen, constants, num_batches)
     others = [name for name in MODELS if name not in FITTED_MODELS]
-    held = [log_errors(_cells([name], DATA, list(CONTEXTS)), made, num_batches) for name in others]
+    held = [log_errors(_cells([name], DATA, list(CONTEXTS)), constants, num_batches) for name in others]
     rows = [row for name, logs in zip(others, held, strict=True) for row in _rows(title, name, fitted, logs)]
     return rows + _rows(title, "all", fitted, np.concatenate(held))
 
