@@ -26,8 +26,7 @@ from benchmarks.common import on_ranks, report
 from bytescale.config.schema import Config, ParallelConfig
 from bytescale.config.toml import load_config
 from bytescale.cost.profile import make_profile, profile_cost
-from bytescale.data import StepData, next_batch, read_micro_batch
-from bytescale.data.batches import LoaderState
+from bytescale.data import LoaderState, StepData, next_batch, read_micro_batch
 from bytescale.plan.share import rank_share
 from bytescale.plan.step_plan import StepPlan, step_plan
 from bytescale.planner import plan as make_plan

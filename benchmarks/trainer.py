@@ -15,9 +15,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import on_ranks, report, timed
-from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig, PlanConfig
-from bytescale.data import StepData, next_batch, read_micro_batch
-from bytescale.data.batches import LoaderState
+from bytescale.config.data import DataConfig
+from bytescale.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig, PlanConfig
+from bytescale.data import LoaderState, StepData, next_batch, read_micro_batch
 from bytescale.plan.share import rank_share
 from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import shard_model

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_first_run import TOLERANCE, commands, kernel_checks
-from bytescale.config.toml import load_config, parse_overrides
+from bytescale.config.overrides import parse_overrides
+from bytescale.config.toml import load_config
 from bytescale.runtime.attention.kernels import select_kernel
 
 

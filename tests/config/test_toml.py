@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytescale.config.overrides import parse_overrides
 from bytescale.config.schema import Config
 from bytescale.config.tokenizer import is_own
-from bytescale.config.toml import config_keys, load_config, parse_overrides, write_config
+from bytescale.config.toml import config_keys, load_config, write_config
 from bytescale.data.sources import open_source
 from bytescale.errors import UserError
 
@@ -46,7 +47,9 @@ def refusal(tmp_path: Path, text: str = MINIMAL, arguments: str | list[str] = ""
 def test_the_list_of_keys_changes_on_purpose_only() -> None:
     assert config_keys() == [
         *("model.preset", "model.path", "model.config"),
-        *("data.source", "data.path", "data.glob", "data.text_field", "data.tokenizer", "data.end_token"),
+        *("data.source", "data.path", "data.glob", "data.text_field", "data.sources"),
+        *("data.sources.name", "data.sources.weight", "data.sources.epochs", "data.mix"),
+        *("data.tokenizer", "data.end_token"),
         *("data.begin_token", "data.max_context", "data.overlong", "data.validation", "data.cache_dir"),
         *("batch.tokens", "batch.sequences"),
         *("parallel.pp_size", "parallel.tp_size", "parallel.hdp_size", "parallel.shard_size"),
@@ -63,6 +66,7 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
 def field_texts() -> dict[str, str]:
     """`section.key` -> the words under its field in the schema."""
     sections = {kind.__name__: name for name, kind in get_type_hints(Config).items()}
+    sections |= {"DocumentsConfig": "data", "SourceConfig": "data.sources"}
     texts = {}
     files = {Path(inspect.getfile(kind)) for kind in get_type_hints(Config).values()}
     for node in (node for file in files for node in ast.parse(file.read_text()).body):
@@ -395,3 +399,54 @@ def test_any_override_is_applied_or_refused(tmp_path_factory: pytest.TempPathFac
         assert "\n" not in str(error)
     else:
         assert isinstance(config, Config)
+
+
+MIXTURE = """
+[model]
+preset = "tiny"
+[data]
+mix = "sequences"
+[[data.sources]]
+source = "text-tree"
+path = "./books"
+weight = 3
+epochs = 2
+[[data.sources]]
+name = "my-code"
+source = "python-stdlib"
+[batch]
+tokens = 4096
+"""
+
+
+def test_a_mixture(tmp_path: Path) -> None:
+    arguments = "--data.sources.my-code.weight 0.5 --data.sources.source-1.path x"
+    config = load(tmp_path, MIXTURE, arguments)
+    first, second = config.data.named_sources
+    assert (first.name, first.weight, first.epochs, first.path) == ("source-1", 3.0, 2, str(Path.cwd() / "x"))
+    assert (second.name, second.weight, second.source) == ("my-code", 0.5, "python-stdlib")
+    write_config(config, tmp_path / "again.toml")
+    assert load_config(tmp_path / "again.toml") == config
+    # One source on the command line takes the place of all of them.
+    assert load(tmp_path, MIXTURE, "--data.source python-stdlib").data.sources == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "words"),
+    [
+        (("weight = 3", "weight = -1"), "", "number 1: data.sources.weight = -1.0; it must be at least 0"),
+        (("weight = 3", 'weight = "3"'), "", "number 1: data.sources.weight must be a finite number, not the string"),
+        (("weight = 3", "wieght = 3"), "", "number 1: unknown key data.sources.wieght; did you mean 'weight'?"),
+        (("epochs = 2", "epochs = 0"), "", "number 1: data.sources.epochs = 0; it must be at least 1"),
+        (("weight = 3", "weight = 0"), "--data.sources.my_code.weight 0", "add up to 0; give at least one a weight"),
+        (('path = "./books"', ""), "", 'number 1: data.sources.source = "text-tree" needs data.sources.path'),
+        (('source = "python-stdlib"', ""), "", "number 2: data.sources.source is missing; choose one of text-tree"),
+        (('name = "my-code"', 'name = "source-1"'), "", 'two [[data.sources]] are called "source-1"'),
+        (("[data]", '[data]\npath = "x"'), "", "data.path is of one source, but there are [[data.sources]]"),
+        (("", ""), "--data.sources.code.weight 2", "no source is called code; did you mean 'my_code'?"),
+        (("", ""), "--data.sources.my-code.wait 2", "unknown key data.sources.wait; did you mean 'weight'?"),
+        (("", ""), "--data.sources 2", "data.sources must be tables of their own, each opened by [[data.sources]]"),
+    ],
+)
+def test_bad_mixtures(tmp_path: Path, change: tuple[str, str], arguments: str, words: str) -> None:
+    assert words in refusal(tmp_path, MIXTURE.replace(*change), arguments)

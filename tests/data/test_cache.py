@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bytescale.config.schema import DataConfig
+from bytescale.config.data import DataConfig
 from bytescale.data import build, cache
 from bytescale.data.cache import cache_key, default_cache_dir, open_corpus
 from bytescale.data.sources import TextSource, open_source

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.config.schema import DataConfig
+from bytescale.config.data import DataConfig
 from bytescale.data import build_dataset, open_dataset
 from bytescale.errors import UserError
 from tests.data.corpora import corpus_of, dataset_of, write_tree
@@ -15,7 +15,7 @@ def test_split() -> None:
     dataset = build_dataset(corpus_of([1, 4, 5, 9, 1, 2]), max_context=4, overlong="split")
     assert dataset.lengths.tolist() == [4, 4, 1, 4, 4, 1, 2]
     assert dataset.num_targets.tolist() == [3, 3, 0, 3, 3, 0, 1]
-    assert dataset.starts.tolist() == [1, 5, 9, 10, 14, 18, 20]
+    assert dataset.reader.starts.tolist() == [1, 5, 9, 10, 14, 18, 20]
     counts = dataset.counts
     assert (counts.documents, counts.empty_dropped, counts.overlong_split, counts.overlong_dropped) == (6, 2, 2, 0)
     assert (counts.sequences, counts.tokens) == (7, 20)

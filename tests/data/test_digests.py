@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bytescale.config.schema import DataConfig
+from bytescale.config.data import DataConfig
 from bytescale.data import open_dataset
 from bytescale.data.digests import MAX_STATES, file_digests
 from bytescale.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.config.schema import DataConfig
+from bytescale.config.data import DataConfig
 from bytescale.data import SequenceDataset, open_dataset
 from bytescale.data.held_out import content_digests, is_held_out
 from bytescale.errors import UserError

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.config.schema import DataConfig
+from bytescale.config.data import DataConfig
 from bytescale.data import open_dataset
 from bytescale.data.documents import Document
 from bytescale.data.sources import (

@@ -173,6 +173,7 @@ def test_batches_without_a_target_are_passed_over() -> None:
     assert [data.step for data in steps] == list(range(1, 13))
     assert all(data.batch.total_targets == 3 for data in steps)
     # Two epochs of 6 sequences with targets, and what lay between them.
-    passed = 12 * steps[-1].state_after.epoch + steps[-1].state_after.position - 12
+    (state,) = steps[-1].state_after.sources
+    passed = 12 * state.epoch + state.position - 12
     assert loader.skipped_steps == passed > 0
     assert steps[0].state_after != LoaderState()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 
-from bytescale.config.schema import DataConfig
+from bytescale.config.data import DataConfig
 from bytescale.data import check_vocab, load_tokenizer, open_dataset
 from bytescale.data.tokenizers import ByteTokenizer
 from bytescale.errors import UserError

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bytescale.data.micro_batch import IGNORED_LABEL
+from bytescale.data.reader import IGNORED_LABEL
 from bytescale.runtime.model.loss import token_loss_sum
 
 T, E, V = 1024, 64, 512

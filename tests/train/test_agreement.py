@@ -3,15 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from bytescale.config.schema import Config
 from bytescale.config.toml import load_config
+from bytescale.data import build_dataset
 from bytescale.errors import UserError
 from bytescale.train.agreement import check_same_run, dataset_digest, run_facts, step_digest, weights_digest
-from tests.data.corpora import dataset_of
+from tests.data.corpora import corpus_of, dataset_of
 from tests.plans import columns_of, drawn, rebuilt
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import step_data, world_of
@@ -71,8 +71,8 @@ def test_digests_see_what_they_should() -> None:
     with torch.no_grad():
         model[1].bias += 1e-7
     assert weights_digest(model) != before
-    data = dataset_of([4, 5])
-    other = replace(data, tokens=np.array(data.tokens) + np.arange(9, dtype=data.tokens.dtype))
+    data, corpus = dataset_of([4, 5]), corpus_of([4, 5])
+    other = build_dataset(replace(corpus, tokens=corpus.tokens * 2), max_context=9)
     assert dataset_digest(data) == dataset_digest(dataset_of([4, 5])) != dataset_digest(other)
 
 

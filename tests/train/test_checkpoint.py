@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from bytescale.checkpoint.weights_file import WeightsFile, split_by_size
-from bytescale.config.schema import BatchConfig, Config, DataConfig, ModelConfig, TrainConfig
+from bytescale.config.data import DataConfig
+from bytescale.config.schema import BatchConfig, Config, ModelConfig, TrainConfig
 from bytescale.config.tokenizer import own_tokenizer, settle_tokenizer
 from bytescale.data import load_tokenizer
 from bytescale.errors import UserError

@@ -188,7 +188,7 @@ def test_a_share_of_the_data_can_be_held_out(config: Config) -> None:
     held_out, trained = prepared.held_out.dataset, prepared.dataset
     assert held_out.counts.documents + trained.counts.documents == 200
     assert 20 < held_out.counts.documents < 60
-    assert not set(held_out.starts.tolist()) & set(trained.starts.tolist())
+    assert not set(held_out.reader.starts.tolist()) & set(trained.reader.starts.tolist())
     own = prepare(replace(asked, eval=config.eval), 4).held_out
     assert own is not None and len(own.dataset) == 23
 

@@ -20,7 +20,8 @@ import pytest
 from safetensors.torch import load_file
 
 from bytescale import cli
-from bytescale.config.toml import load_config, parse_overrides
+from bytescale.config.overrides import parse_overrides
+from bytescale.config.toml import load_config
 from bytescale.errors import RunError
 from bytescale.report import read_summary
 from bytescale.train.trainer import _memory_in_words as in_words

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from bytescale.config.toml import load_config, parse_overrides
+from bytescale.config.overrides import parse_overrides
+from bytescale.config.toml import load_config
 from bytescale.train.prepare import prepare
 from tests.data.corpora import write_jsonl
 from tests.train.runs import write_run

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bytescale.config.toml import load_config, parse_overrides
+from bytescale.config.overrides import parse_overrides
+from bytescale.config.toml import load_config
 from bytescale.cost import preset_cost
 from bytescale.data import StepLoader
 from bytescale.simulator import simulate, step_spans

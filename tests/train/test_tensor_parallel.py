@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bytescale.config.toml import load_config, parse_overrides
+from bytescale.config.overrides import parse_overrides
+from bytescale.config.toml import load_config
 from bytescale.errors import UserError
 from bytescale.runtime.device import Machine
 from bytescale.train.prepare import prepare

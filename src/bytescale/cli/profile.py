@@ -20,8 +20,9 @@ from bytescale import __version__
 from bytescale.cli.paths import UserPath
 from bytescale.cli.planning import TokenCount
 from bytescale.cli.ranks import run_ranks, show_failure
+from bytescale.config.overrides import parse_overrides
 from bytescale.config.schema import Config
-from bytescale.config.toml import load_config, parse_overrides
+from bytescale.config.toml import load_config
 from bytescale.cost.profile import Fit, Profile, make_profile, predicted_layer_s, write_profile
 from bytescale.errors import UserError
 from bytescale.files import write_text_atomically

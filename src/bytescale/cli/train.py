@@ -14,8 +14,9 @@ from typing import Any
 import click
 
 from bytescale.cli.ranks import fail, run_ranks, show_failure
+from bytescale.config.overrides import parse_overrides
 from bytescale.config.schema import Config
-from bytescale.config.toml import load_config, parse_overrides
+from bytescale.config.toml import load_config
 from bytescale.errors import RunError, UserError
 from bytescale.files import shown
 from bytescale.launch import ignore_input, interruptible, run_apart, shared_threads, torchrun

@@ -11,18 +11,14 @@ text is read: `path` is a place in the file system, `unit` a size or a time that
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from bytescale.config.data import DataConfig, Source
 from bytescale.config.fields import path_field, require, require_at_least, require_choice, unit_field
 from bytescale.config.run import RunConfig
 
-Source = Literal["text-tree", "jsonl", "parquet", "python-stdlib"]
-Overlong = Literal["split", "drop", "error"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
 Checkpointing = Literal["none", "full"]
 OnNonfinite = Literal["stop", "skip"]
-
-BYTE_TOKENIZER = "byte"
-"""The one tokenizer that is no file."""
 
 MAX_RATE = 1e9
 """Far above any rate that trains, and safe to multiply in float32."""
@@ -49,57 +45,6 @@ class ModelConfig:
         require(
             len(given) == 1,
             f"[model] needs exactly one of preset, path, config; given: {', '.join(given) or 'none'}",
-        )
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where sequences come from."""
-
-    source: Source
-    """`text-tree` (a directory of text files), `jsonl`, `parquet`, or `python-stdlib` (the `.py` files of the running
-    interpreter)"""
-
-    path: str | None = path_field(glob=True)
-    """directory, file or glob; not needed by `python-stdlib`"""
-
-    glob: str = "**/*"
-    """which files of a `text-tree` are read"""
-
-    text_field: str = "text"
-    """JSON key or parquet column"""
-
-    tokenizer: str | None = path_field(words=(BYTE_TOKENIZER,))
-    """`byte` (ids 0-255 are the bytes, 256 ends a document), a `tokenizer.json` file or a directory with one. Left out,
-    a checkpoint uses its own and a fresh model `byte`"""
-
-    end_token: str | None = None
-    """token that ends a document, for `tokenizer.json` files"""
-
-    begin_token: str | int | bool = False
-    """token that opens every document, for `tokenizer.json` files: `true` for the one that the file itself puts in
-    front of a text, or a token, or its id"""
-
-    max_context: int = unit_field("tokens", 8192)
-    """longest sequence, in tokens"""
-
-    overlong: Overlong = "split"
-    """longer documents: `split`, `drop` or `error`; counted and shown"""
-
-    validation: float = 0.0
-    """share of the documents that is never trained on, chosen by their contents alone: the same ones whatever the seed,
-    the order and the tokenizer, equal documents together"""
-
-    cache_dir: str | None = path_field()
-    """directory of tokenised data, shared by the ranks of a node"""
-
-    def __post_init__(self) -> None:
-        require_choice("data.source", self.source, Source)
-        require_choice("data.overlong", self.overlong, Overlong)
-        require_at_least("data.max_context", self.max_context, 2)
-        require(0 <= self.validation < 1, f"data.validation = {self.validation}; a share lies in 0..1, below 1")
-        require(
-            self.source == "python-stdlib" or self.path is not None, f'data.source = "{self.source}" needs data.path'
         )
 
 

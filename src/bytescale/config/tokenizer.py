@@ -10,7 +10,8 @@ import json
 import os
 from pathlib import Path
 
-from bytescale.config.schema import BYTE_TOKENIZER, Config
+from bytescale.config.data import BYTE_TOKENIZER
+from bytescale.config.schema import Config
 from bytescale.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"

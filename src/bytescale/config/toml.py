@@ -18,12 +18,12 @@ import math
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
+from bytescale.config.overrides import Override
 from bytescale.config.paths import absolute_path
 from bytescale.config.quantities import EXAMPLES, parse_quantity
 from bytescale.config.schema import Config
@@ -33,6 +33,7 @@ from bytescale.files import write_text_atomically
 
 _EXCLUSIVE = {
     "model": ("preset", "path", "config"),
+    "data": ("source", "sources"),
     "batch": ("tokens", "sequences"),
     "eval": ("tokens", "sequences"),
 }
@@ -45,23 +46,6 @@ _EXPECTED = {
     dict: "a table",
     tuple: "a list of words",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Override:
-    """One `--section.key value` of the command line.
-
-    Attributes:
-        key: the path, e.g. ("model", "config", "hidden_size").
-        text: the value as typed; None when the option stood alone, which means true for a switch.
-    """
-
-    key: tuple[str, ...]
-    text: str | None
-
-    @property
-    def option(self) -> str:
-        return "--" + ".".join(self.key)
 
 
 def load_config(path: Path, overrides: Sequence[Override] = ()) -> Config:
@@ -87,44 +71,9 @@ def load_config(path: Path, overrides: Sequence[Override] = ()) -> Config:
     return settle_tokenizer(Config(**sections))
 
 
-def parse_overrides(arguments: Sequence[str], options: Sequence[str] = ()) -> tuple[list[Override], list[str]]:
-    """Split command-line words into overrides and the rest.
-
-    `--section.key value` and `--section.key=value`, hyphens and underscores alike. The rest is returned in order.
-
-    Args:
-        arguments: the words.
-        options: other options of the command, to point to from a misspelt one.
-
-    Raises:
-        UserError: an option without a dot, or a word that is not valid text.
-    """
-    overrides: list[Override] = []
-    rest: list[str] = []
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            rest.append(word)
-            continue
-        name, equals, value = word[2:].partition("=")
-        key = tuple(part.replace("-", "_") for part in name.split("."))
-        if len(key) < 2 or not all(key):
-            close = f"{nearest(f'--{name}', options)}; " if get_close_matches(f"--{name}", options) else ""
-            raise UserError(f"unknown option --{name}; {close}a configuration key is written --section.key value")
-        text = value if equals else words.pop(0) if words and not _is_option(words[0]) else None
-        try:
-            (text or "").encode()
-        except UnicodeEncodeError:
-            raise UserError(f"--{name}: the value is not valid UTF-8") from None
-        overrides.append(Override(key, text))
-    return overrides, rest
-
-
 def config_to_dict(config: Config) -> dict[str, Any]:
     """`config` as nested TOML-ready tables; keys that are None are left out."""
-    sections = dataclasses.asdict(config)
-    return {name: {k: v for k, v in keys.items() if v is not None} for name, keys in sections.items()}
+    return {name: _table(section) for name, section in vars(config).items()}
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -132,17 +81,31 @@ def write_config(config: Config, path: Path) -> None:
     write_text_atomically(path, tomli_w.dumps(config_to_dict(config)))
 
 
+def _table(section: Any) -> dict[str, Any]:
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    kept = {key: value for key, value in values.items() if value is not None and value != ()}
+    return {key: [*map(_plain, value)] if isinstance(value, tuple) else value for key, value in kept.items()}
+
+
+def _plain(entry: Any) -> Any:
+    return _table(entry) if dataclasses.is_dataclass(entry) else entry
+
+
 def config_keys() -> list[str]:
-    """Every `section.key` there is, in order of definition."""
-    return [f"{name}.{field.name}" for name, cls in _sections().items() for field in dataclasses.fields(cls)]
+    """Every `section.key` there is, in order of definition; a key of an array of tables only where it has no other."""
+    keys = []
+    for name, cls in _sections().items():
+        own = [field.name for field in dataclasses.fields(cls)]
+        for key in own:
+            keys.append(f"{name}.{key}")
+            entry = _entry_class(get_type_hints(cls)[key])
+            inner = dataclasses.fields(entry) if entry is not None else ()
+            keys += [f"{name}.{key}.{field.name}" for field in inner if field.name not in own]
+    return keys
 
 
 def _sections() -> dict[str, Any]:
     return get_type_hints(Config)
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("--") and len(word) > 2 and not word[2].isdigit()
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -171,11 +134,11 @@ def _check_names(table: dict[str, Any]) -> None:
             _check_key(name, key)
 
 
-def _check_key(section: str, key: str) -> None:
-    known = [field.name for field in dataclasses.fields(_sections()[section])]
+def _check_key(section: str, key: str, cls: Any = None) -> None:
+    known = [field.name for field in dataclasses.fields(cls or _sections()[section])]
     if key in known:
         return
-    elsewhere = [name for name in config_keys() if name.split(".")[1] == key]
+    elsewhere = [name for name in config_keys() if name.split(".")[-1] == key]
     hint = f"there is {elsewhere[0]}" if elsewhere else nearest(key, known)
     raise UserError(f"unknown key {section}.{key}; {hint}")
 
@@ -186,6 +149,10 @@ def _apply(table: dict[str, Any], override: Override) -> None:
         raise UserError(f"unknown section in {override.option}; {nearest(section, _sections())}")
     _check_key(section, key)
     hint = get_type_hints(_sections()[section])[key]
+    entry = _entry_class(hint)
+    if inner and entry is not None:
+        _apply_to_entry(table.get(section, {}).get(key), override, entry)
+        return
     if inner and dict not in _choices(hint):
         raise UserError(f"{override.option}: {section}.{key} is not a table")
     target = table.setdefault(section, {})
@@ -198,6 +165,42 @@ def _apply(table: dict[str, Any], override: Override) -> None:
             raise UserError(f"{override.option}: {name} is not a table but {_show(target[name])}")
         target = target[name]
     target[override.key[-1]] = _override_value(override, dict[str, Any] if inner else hint, bool(inner))
+
+
+def _apply_to_entry(entries: Any, override: Override, cls: Any) -> None:
+    """Change one key of the table of an array that its name, `source-2` for the second, selects."""
+    section, key, name, *inner = override.key
+    kind = key.removesuffix("s")
+    names = {}
+    for number, entry in enumerate(entries if isinstance(entries, list) else (), start=1):
+        if isinstance(entry, dict):
+            names[str(entry.get("name", f"{kind}-{number}")).replace("-", "_")] = entry
+    if name not in names:
+        raise UserError(f"{override.option}: no {kind} is called {name}; {nearest(name, names)}")
+    if len(inner) != 1:
+        raise UserError(f"{override.option} does not name a key: write --{section}.{key}.{name}.weight value")
+    _check_key(f"{section}.{key}", inner[0], cls)
+    names[name][inner[0]] = _override_value(override, get_type_hints(cls)[inner[0]], free=False)
+
+
+def _entry_class(hint: Any) -> Any:
+    """The class of the tables of an array, `tuple[Entry, ...]`; None for any other hint."""
+    entry = get_args(hint)[0] if get_origin(hint) is tuple else None
+    return entry if dataclasses.is_dataclass(entry) else None
+
+
+def _entries(name: str, value: Any, cls: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise UserError(f"{name} must be tables of their own, each opened by [[{name}]], not {_show(value)}")
+    built = []
+    for number, entry in enumerate(value, start=1):
+        try:
+            for key in entry:
+                _check_key(name, key, cls)
+            built.append(_build(cls, name, entry))
+        except UserError as error:
+            raise UserError(f"[[{name}]] number {number}: {error}") from None
+    return tuple(built)
 
 
 def _override_value(override: Override, hint: Any, free: bool) -> Any:
@@ -235,6 +238,9 @@ def _build(cls: Any, section: str, table: dict[str, Any]) -> Any:
 
 def _value(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
     """What `value` means for the field `name`: a quantity as a number, a path made absolute, anything else as it is."""
+    entry = _entry_class(hint)
+    if entry is not None:
+        return _entries(name, value, entry)
     unit = metadata.get("unit")
     if unit is not None and isinstance(value, str):
         quantity = parse_quantity(value, unit)

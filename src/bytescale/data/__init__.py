@@ -9,23 +9,28 @@ Needs numpy alone; `tokenizers` and `pyarrow` are imported when a configuration 
         for step in loader: ...
 """
 
-from bytescale.data.batches import EpochOrder, GlobalBatch, LoaderState, cut_batch, next_batch, repetition_notes
+from bytescale.data.batches import GlobalBatch, cut_batch, next_batch, repetition_notes
 from bytescale.data.dataset import DatasetCounts, Part, SequenceDataset, build_dataset, open_dataset
 from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batch
+from bytescale.data.mixture.order import SequenceOrder
+from bytescale.data.mixture.state import LoaderState, SourceState
+from bytescale.data.reader import TokenReader
 from bytescale.data.steps import StepData, StepLoader, StepSource, prepared_batches
 from bytescale.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
 
 __all__ = [
     "DatasetCounts",
-    "EpochOrder",
     "GlobalBatch",
     "LoaderState",
     "Part",
     "SequenceDataset",
+    "SequenceOrder",
+    "SourceState",
     "StepData",
     "StepLoader",
     "StepSource",
     "TokenMicroBatch",
+    "TokenReader",
     "Tokenizer",
     "build_dataset",
     "check_vocab",

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from bytescale.arrays import IntArray
 from bytescale.data.build import NpyWriter, shards
@@ -53,6 +54,7 @@ class TokenCorpus:
         tokens: all documents one after the other, each with its end token; memory-mapped. Shape [num_tokens].
         offsets: document i is tokens[offsets[i]:offsets[i+1]]. Shape [num_documents + 1].
         digests: of the contents of each document, see `bytescale.data.held_out`. Shape [num_documents].
+        mask: 1 for tokens that are targets, 0 for others; None where all are. Shape [num_tokens].
         num_frame_tokens: tokens of every document that are not of its text: the end token, and the begin token if any.
         notes: lines for whoever started the run.
     """
@@ -60,6 +62,7 @@ class TokenCorpus:
     tokens: TokenArray
     offsets: IntArray
     digests: DigestArray
+    mask: npt.NDArray[np.uint8] | None = None
     num_frame_tokens: int = 1
     notes: tuple[str, ...] = ()
 

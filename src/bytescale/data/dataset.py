@@ -9,22 +9,44 @@ where a document was cut.
 Cost: 24 bytes of memory a sequence; tokens stay on disk until `read`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from bytescale.arrays import IntArray, ceil_div, exclusive_sum
-from bytescale.config.schema import DataConfig, Overlong
+from bytescale.config.data import DataConfig, Mix, Overlong
 from bytescale.data.cache import TokenCorpus, open_corpus
 from bytescale.data.held_out import is_held_out
+from bytescale.data.reader import CorpusReader, TokenReader
 from bytescale.data.sources import document_name, open_source
-from bytescale.data.tokenizers import TokenArray, Tokenizer, load_tokenizer
+from bytescale.data.tokenizers import Tokenizer, load_tokenizer
 from bytescale.errors import UserError, counted
 
 Part = Literal["train", "validation"]
 """What a run trains on, and what `data.validation` keeps out of training."""
+
+
+@dataclass(frozen=True, eq=False)
+class SourceCorpus:
+    """The tokenised documents of one source, and how much of the mixture they are to be.
+
+    Attributes:
+        corpus: the documents.
+        name: of the source; empty for the only one.
+        weight: relative to the other sources.
+        epochs: most times to go through it; None has no bound.
+        name_of: name of a document by number, for messages.
+    """
+
+    corpus: TokenCorpus
+    name: str = ""
+    weight: float = 1.0
+    epochs: int | None = None
+    name_of: Callable[[int], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,27 +89,79 @@ class DatasetCounts:
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceDataset:
-    """Sequences in source order, as columns of shape [num_sequences].
+class SourceSequences:
+    """The sequences of one source: those from `begin` to `end` of the dataset.
 
     Attributes:
-        tokens: all tokens of the corpus; memory-mapped.
+        name: of the source; empty for the only one.
+        begin, end: first sequence, and one after the last.
+        weight: its share of the mixture; the shares of all sources add up to 1.
+        epochs: most times to go through it; None has no bound.
+        counts: what became of its documents.
+    """
+
+    name: str
+    begin: int
+    end: int
+    counts: DatasetCounts
+    weight: float = 1.0
+    epochs: int | None = None
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceDataset:
+    """Sequences in the order of the sources, as columns of shape [num_sequences]; tokens stay with the reader.
+
+    Attributes:
         lengths: tokens of each sequence.
-        num_targets: targets of each sequence, length - 1.
-        starts: where each sequence begins in `tokens`.
-        counts: what became of the documents.
+        num_targets: targets of each sequence: length - 1, less those that the source masks.
+        sources: which of them belong to which source.
+        reader: gives their tokens.
+        mix: what the weights of the sources are shares of.
         notes: lines for whoever started the run: what was left out or not read as asked.
     """
 
-    tokens: TokenArray
     lengths: IntArray
     num_targets: IntArray
-    starts: IntArray
-    counts: DatasetCounts
+    sources: tuple[SourceSequences, ...]
+    reader: TokenReader
+    mix: Mix = "tokens"
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def counts(self) -> DatasetCounts:
+        """What became of the documents of all sources."""
+        columns = zip(*(astuple(source.counts) for source in self.sources), strict=True)
+        return DatasetCounts(*map(sum, columns))
+
+    def describe(self) -> tuple[str, ...]:
+        """A line for a person, and one a source where there are several."""
+        several = self.sources if len(self.sources) > 1 else ()
+        shares = (f"source {s.name}: {s.weight:.1%} of the {self.mix}; {s.counts.describe()}" for s in several)
+        return (self.counts.describe(), *shares)
+
+    def source_of(self, sequences: IntArray) -> IntArray:
+        """Number of the source of each sequence. Shape [len(sequences)]."""
+        begins = [source.begin for source in self.sources]
+        return np.searchsorted(begins, sequences, side="right") - 1
+
+    def amounts(self, sequences: IntArray) -> IntArray:
+        """How much each sequence adds to what its source gave, in tokens or sequences as `mix` says."""
+        return self.lengths[sequences] if self.mix == "tokens" else np.ones_like(sequences)
+
+    def given(self, sequences: IntArray) -> dict[str, tuple[int, int]]:
+        """How many of `sequences`, and of their tokens, each source gave, by its name."""
+        source_of, lengths = self.source_of(sequences), self.lengths[sequences]
+        return {
+            source.name: (int((source_of == number).sum()), int(lengths[source_of == number].sum()))
+            for number, source in enumerate(self.sources)
+        }
 
     def read(self, sequence: int, begin: int, end: int) -> IntArray:
         """Tokens begin..end-1 of `sequence`. Shape [end - begin].
@@ -97,32 +171,108 @@ class SequenceDataset:
         """
         if not (0 <= sequence < len(self) and 0 <= begin <= end <= self.lengths[sequence]):
             raise IndexError(f"no tokens [{begin}, {end}) in sequence {sequence}")
-        start = int(self.starts[sequence])
-        return self.tokens[start + begin : start + end].astype(np.int64)
+        return self.reader.read_runs(np.array([sequence]), np.array([begin]), np.array([end]))[0]
 
 
 def build_dataset(
-    corpus: TokenCorpus,
+    corpora: TokenCorpus | Sequence[SourceCorpus],
     max_context: int,
     overlong: Overlong = "split",
     name_of: Callable[[int], str] | None = None,
     *,
     part: Part = "train",
     validation: float = 0.0,
+    mix: Mix = "tokens",
 ) -> SequenceDataset:
-    """Apply `max_context` to the documents of `corpus`.
+    """Apply `max_context` to the documents of one corpus or of several.
 
     Args:
-        corpus: documents with their end tokens.
+        corpora: documents, and how much of the mixture they are.
         max_context: longest sequence, in tokens, end token included.
         overlong: `split` cuts longer documents every `max_context` tokens, `drop` leaves them out, `error` refuses.
-        name_of: name of a document by number, for the message of `error`.
+        name_of: name of a document by number, for the message of `error`, where there is one corpus.
         part: which of the documents, see `open_dataset`.
         validation: share of the documents that is held out of training.
+        mix: what weights are shares of.
 
     Raises:
         UserError: a document is too long and `overlong` is `error`, or no sequence has a target.
     """
+    if isinstance(corpora, TokenCorpus):
+        corpora = [SourceCorpus(corpora, name_of=name_of)]
+    cuts, counts = [], []
+    for source in corpora:
+        with in_words_of(source.name):
+            cut, count = _sequences(source, max_context, overlong, part, validation)
+        cuts.append(cut)
+        counts.append(count)
+    starts, lengths, num_targets = (np.concatenate(columns) for columns in zip(*cuts, strict=True))
+    ends = np.cumsum([count.sequences for count in counts]).tolist()
+    begins = [0, *ends[:-1]]
+    total_weight = sum(source.weight for source in corpora)
+    sources = tuple(
+        SourceSequences(source.name, begin, end, count, source.weight / total_weight, source.epochs)
+        for source, begin, end, count in zip(corpora, begins, ends, counts, strict=True)
+    )
+    reader = CorpusReader([source.corpus for source in corpora], starts, lengths, begins)
+    return SequenceDataset(lengths, num_targets, sources, reader, mix)
+
+
+def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None, part: Part = "train") -> SequenceDataset:
+    """The sequences that a configuration describes: sources, tokenizer, cache and limits in one call.
+
+    With `data.validation` above 0 the documents are in two parts that share no content: `open_dataset(config.data,
+    tokenizer)` is what a run trains on, `open_dataset(config.data, tokenizer, "validation")` what it measures itself
+    by, once through. Both read the same cache entry, so the second costs no tokenising.
+
+    Args:
+        config: the `[data]` section.
+        tokenizer: what `load_tokenizer(config)` returned, where the caller has it already.
+        part: `train`, or `validation` for the documents that `data.validation` keeps out of training.
+
+    Raises:
+        UserError: anything about the data that the user can put right; the message says how.
+    """
+    tokenizer = tokenizer or load_tokenizer(config)
+    corpora, notes = [], list(tokenizer.notes)
+    for source_config in config.named_sources:
+        if source_config.weight == 0:
+            continue
+        with in_words_of(source_config.name or ""):
+            source = open_source(source_config)
+            corpus = open_corpus(source, tokenizer, config.cache_dir)
+        if source.left_out:
+            notes.append(f"left out under {source.root}: {source.left_out}")
+        notes += [note for note in corpus.notes if note not in notes]
+        corpora.append(
+            SourceCorpus(
+                corpus,
+                source_config.name or "",
+                source_config.weight,
+                1 if part == "validation" else source_config.epochs,
+                partial(document_name, source),
+            )
+        )
+    dataset = build_dataset(
+        corpora, config.max_context, config.overlong, part=part, validation=config.validation, mix=config.mix
+    )
+    return replace(dataset, notes=tuple(notes))
+
+
+@contextmanager
+def in_words_of(name: str) -> Iterator[None]:
+    """Let complaints inside the block name the source, where it has a name."""
+    try:
+        yield
+    except UserError as error:
+        raise (UserError(f"source {name}: {error}") if name else error) from error.__cause__
+
+
+def _sequences(
+    source: SourceCorpus, max_context: int, overlong: Overlong, part: Part, validation: float
+) -> tuple[tuple[IntArray, IntArray, IntArray], DatasetCounts]:
+    """Start, length and number of targets of each sequence of one source, and what became of its documents."""
+    corpus = source.corpus
     held_out = is_held_out(corpus.digests, validation)
     ours = held_out if part == "validation" else ~held_out
     if not ours.any():
@@ -135,13 +285,14 @@ def build_dataset(
     long = ours & (lengths > max_context)
     if overlong == "error" and long.any():
         first = int(long.argmax())
-        name = name_of(first) if name_of is not None else str(first)
+        name = source.name_of(first) if source.name_of is not None else str(first)
         raise UserError(
             f"document {name} has {lengths[first]} tokens with its end token, data.max_context is {max_context}; raise "
             "data.max_context or set data.overlong to split or drop"
         )
     kept = np.flatnonzero(ours & ~empty & ~long if overlong == "drop" else ours & ~empty)
     starts, lengths = _cut(np.asarray(corpus.offsets)[kept], lengths[kept], max_context)
+    num_targets = lengths - 1
     counts = DatasetCounts(
         documents=int(ours.sum()),
         empty_dropped=int(empty.sum()),
@@ -151,46 +302,9 @@ def build_dataset(
         tokens=int(lengths.sum()),
         other_part=corpus.num_documents - int(ours.sum()),
     )
-    if not (lengths > 1).any():
+    if not (num_targets > 0).any():
         raise UserError(f"no sequence has a token to predict: {counts.describe()}; check data.path and data.overlong")
-    return SequenceDataset(
-        tokens=corpus.tokens,
-        lengths=lengths,
-        num_targets=lengths - 1,
-        starts=starts,
-        counts=counts,
-        notes=corpus.notes,
-    )
-
-
-def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None, part: Part = "train") -> SequenceDataset:
-    """The sequences that a configuration describes: source, tokenizer, cache and limits in one call.
-
-    With `data.validation` above 0 the documents are in two parts that share no content: `open_dataset(config.data,
-    tokenizer)` is what a run trains on, `open_dataset(config.data, tokenizer, "validation")` what it measures itself
-    by. Both read the same cache entry, so the second costs no tokenising.
-
-    Args:
-        config: the `[data]` section.
-        tokenizer: what `load_tokenizer(config)` returned, where the caller has it already.
-        part: `train`, or `validation` for the documents that `data.validation` keeps out of training.
-
-    Raises:
-        UserError: anything about the data that the user can put right; the message says how.
-    """
-    source = open_source(config)
-    tokenizer = tokenizer or load_tokenizer(config)
-    corpus = open_corpus(source, tokenizer, config.cache_dir)
-    dataset = build_dataset(
-        corpus,
-        config.max_context,
-        config.overlong,
-        name_of=lambda document: document_name(source, document),
-        part=part,
-        validation=config.validation,
-    )
-    left_out = (f"left out under {source.root}: {source.left_out}",) if source.left_out else ()
-    return replace(dataset, notes=(*left_out, *tokenizer.notes, *corpus.notes))
+    return (starts, lengths, num_targets), counts
 
 
 def _cut(starts: IntArray, lengths: IntArray, max_context: int) -> tuple[IntArray, IntArray]:

@@ -19,7 +19,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple
 
-from bytescale.config.schema import DataConfig, Source
+from bytescale.config.data import DocumentsConfig, Source
 from bytescale.data.digests import file_digests
 from bytescale.data.documents import Document, jsonl_documents, parquet_documents, text_document, unreadable
 from bytescale.data.walk import find_files, split_glob
@@ -58,13 +58,14 @@ class Position(NamedTuple):
     document: int = 0
 
 
-def open_source(config: DataConfig) -> TextSource:
+def open_source(config: DocumentsConfig) -> TextSource:
     """Find the files of `config`.
 
     Raises:
         UserError: the path does not exist, is of the wrong kind, or matches no file.
     """
     unwanted: tuple[str, ...] = ()
+    assert config.source is not None
     if config.source == "python-stdlib":
         root, pattern, unwanted = sysconfig.get_path("stdlib"), "**/*.py", _NOT_STDLIB
         sought = f"no .py file in the standard library at {root}"

@@ -16,9 +16,11 @@ import numpy as np
 
 from bytescale.arrays import IntArray
 from bytescale.config.schema import BatchConfig
-from bytescale.data.batches import EpochOrder, GlobalBatch, LoaderState, next_batch
+from bytescale.data.batches import GlobalBatch, next_batch
 from bytescale.data.dataset import SequenceDataset
-from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batch
+from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batches
+from bytescale.data.mixture.order import SequenceOrder
+from bytescale.data.mixture.state import LoaderState
 from bytescale.plan.share import RankShare, rank_share
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.validate import validate
@@ -71,7 +73,7 @@ class StepSource:
         dataset: the sequences.
         batch_config: size of the global batch.
         seed: seed of the order of sequences.
-        order: the order of every epoch, of (dataset, seed).
+        order: the order of (dataset, seed).
         planner: makes the plan of a batch from its lengths; called on the loader's thread.
         hdp_rank: whose pieces to read.
         static_bytes: bytes that `static` would send for a batch of these lengths; None leaves that out.
@@ -80,14 +82,14 @@ class StepSource:
     dataset: SequenceDataset
     batch_config: BatchConfig
     seed: int
-    order: EpochOrder
+    order: SequenceOrder
     planner: Planner
     hdp_rank: int
     static_bytes: Callable[[IntArray], int | None] | None = None
 
 
-def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: threading.Event) -> StepData:
-    """Draw and prepare: everything in a step that comes before the model.
+def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: threading.Event) -> StepData | None:
+    """Draw and prepare: everything in a step that comes before the model; None at the end of the data.
 
     Args:
         source: where from.
@@ -99,6 +101,8 @@ def prepare_step(source: StepSource, step: int, state: LoaderState, cancelled: t
         PlanError: the planner made a plan that cannot be run.
     """
     batch, state_after, num_skipped = _draw(source, state, cancelled)
+    if len(batch) == 0:
+        return None
     return dataclasses.replace(prepare_batch(source, step, batch, state_after), num_skipped=num_skipped)
 
 
@@ -121,23 +125,23 @@ def prepare_batch(source: StepSource, step: int, batch: GlobalBatch, state_after
     if not np.array_equal(plan.lengths, batch.lengths) or source.hdp_rank >= plan.hdp_size:
         raise ValueError(f"the planner made a plan that is not for rank {source.hdp_rank} of this batch")
     share = rank_share(plan, source.hdp_rank)
-    tokens = tuple(read_micro_batch(source.dataset, batch, plan, micro_batch.rows) for micro_batch in share)
+    tokens = read_micro_batches(source.dataset, batch, plan, [micro_batch.rows for micro_batch in share])
     static_bytes = source.static_bytes(batch.lengths) if source.static_bytes is not None else None
     return StepData(step, batch, share, tokens, plan_time_s, 0.0, state_after, static_bytes=static_bytes)
 
 
 def _draw(source: StepSource, state: LoaderState, cancelled: threading.Event) -> tuple[GlobalBatch, LoaderState, int]:
-    """The next batch with a target, the state after it, and how many were passed over."""
+    """The next batch with a target, the state after it, and how many were passed over; empty at the end of the data."""
     num_skipped = 0
     while True:
         batch, state = next_batch(source.dataset, source.batch_config, source.seed, state, source.order)
-        if batch.total_targets > 0 or cancelled.is_set():
+        if batch.total_targets > 0 or len(batch) == 0 or cancelled.is_set():
             return batch, state, num_skipped
         num_skipped += 1
 
 
 class StepLoader:
-    """Iterator over the steps of one rank, prepared one step ahead on a thread.
+    """Iterator over the steps of one rank, prepared one step ahead on a thread; it ends with the data if that ends.
 
     Use it as a context manager, or call `close`. An exception of the thread, the planner's or the validator's, is
     raised where the step would have been yielded. A batch without any target is passed over and counted in
@@ -167,19 +171,19 @@ class StepLoader:
             seed: seed of the order of sequences.
             planner: makes the plan of a batch from its lengths; called on the loader's thread.
             hdp_rank: whose pieces to read.
-            state: where to begin; None is the start of the first epoch.
+            state: where to begin; None is the beginning.
             num_steps: steps to yield; None never ends.
             first_step: number of the first one.
             static_bytes: see `StepSource`; called on the loader's thread, off the step's path.
         """
         self.skipped_steps = 0
-        order = EpochOrder(len(dataset), seed)
+        order = SequenceOrder(dataset, seed)
         self._source = StepSource(dataset, batch_config, seed, order, planner, hdp_rank, static_bytes)
         self._next_step = first_step
         self._end_step = None if num_steps is None else first_step + num_steps
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._pending: Future[StepData] | None = None
+        self._pending: Future[StepData | None] | None = None
         self._start(state or LoaderState())
 
     def __iter__(self) -> "StepLoader":
@@ -191,6 +195,9 @@ class StepLoader:
         began = time.perf_counter()
         data = self._pending.result()
         wait_s = time.perf_counter() - began
+        if data is None:
+            self._pending = None
+            raise StopIteration
         self.skipped_steps += data.num_skipped
         self._next_step += 1
         self._start(data.state_after)

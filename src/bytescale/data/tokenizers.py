@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale.arrays import IntArray
-from bytescale.config.schema import BYTE_TOKENIZER, DataConfig
+from bytescale.config.data import BYTE_TOKENIZER, DataConfig
 from bytescale.config.tokenizer import file_of
 from bytescale.data.optional import one_line, require
 from bytescale.errors import UserError

@@ -70,6 +70,7 @@ class RunSummary(RunIdentity):
         num_nonfinite_steps: steps whose update was left out because loss or gradients were not finite.
         num_evaluations: evaluations on held-out documents.
         eval_loss_first, eval_loss_last, eval_loss_best: what the first, the last and the best of them found.
+        sources: (name, sequences, tokens) that each source gave; empty for one source.
         notes: lines that were shown besides the steps.
     """
 
@@ -103,6 +104,7 @@ class RunSummary(RunIdentity):
     eval_loss_first: float | None = None
     eval_loss_last: float | None = None
     eval_loss_best: float | None = None
+    sources: tuple[tuple[str, int, int], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -128,6 +130,7 @@ def read_summary(path: Path) -> RunSummary:
         value = json.loads(path.read_text(encoding="utf-8"))
         value["sequences_by_degree"] = tuple((int(d), int(n)) for d, n in value["sequences_by_degree"])
         value["versions"] = tuple(sorted(dict(value.get("versions", {})).items()))
+        value["sources"] = tuple((str(name), int(s), int(t)) for name, s, t in value.get("sources", ()))
         value["notes"] = tuple(map(str, value.get("notes", ())))
         return RunSummary(**value)
     except OSError as error:
@@ -144,6 +147,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("steps", f"{summary.steps:,}{status}"),
         ("tokens", _tokens(summary)),
         ("loss first / last", f"{_loss(summary.loss_first)} / {_loss(summary.loss_last)}"),
+        *((f"source {name}", _given(summary, *given)) for name, *given in summary.sources),
         *([("held-out loss", _evaluations(summary))] if summary.num_evaluations else []),
         ("tokens/s", f"{units.count(summary.tokens_per_s)} on {counted(summary.world_size, 'rank')}"),
         ("wall time", units.duration(summary.wall_time_s)),
@@ -185,6 +189,11 @@ def summary_table(summary: RunSummary) -> Table:
 def _tokens(summary: RunSummary) -> str:
     targets = f", {summary.targets:,} of them targets" if summary.targets else ""
     return f"{summary.tokens:,} in {counted(summary.sequences, 'sequence')}{targets}"
+
+
+def _given(summary: RunSummary, sequences: int, tokens: int) -> str:
+    share = f" ({tokens / summary.tokens:.1%})" if summary.tokens else ""
+    return f"{counted(tokens, 'token', ',')}{share} in {counted(sequences, 'sequence', ',')}"
 
 
 def _loss(value: Any) -> str:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from bytescale.arrays import ceil_div
-from bytescale.data.micro_batch import IGNORED_LABEL
+from bytescale.data.reader import IGNORED_LABEL
 from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.attention.work import local_work

@@ -10,7 +10,7 @@ Cost: one number a rank; at the start one pass over the parameters.
 import hashlib
 import platform
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from bytescale.config.schema import Config
-from bytescale.config.toml import config_to_dict
 from bytescale.data import SequenceDataset, StepData
 from bytescale.errors import CommunicationError, UserError
 from bytescale.runtime.world import World
@@ -51,22 +50,24 @@ def run_facts(config: Config, dataset: SequenceDataset, held_out: SequenceDatase
 
 
 def _shared_settings(config: Config) -> dict[str, Any]:
-    places = {
-        f"{section.name}.{key.name}"
-        for section in fields(config)
-        for key in fields(getattr(config, section.name))
-        if key.metadata.get("path")
-    }
-    settings = {f"{section}.{key}": v for section, table in config_to_dict(config).items() for key, v in table.items()}
-    return {key: value for key, value in settings.items() if key not in places | _MAY_DIFFER}
+    sections = {name: _without_places(section) for name, section in vars(config).items()}
+    settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {key: value for key, value in settings.items() if key not in _MAY_DIFFER}
+
+
+def _without_places(section: Any) -> dict[str, Any]:
+    """The keys of a section, or of one of its tables, that are no places in the file system."""
+    values = {key.name: getattr(section, key.name) for key in fields(section) if not key.metadata.get("path")}
+    tables = {k: v for k, v in values.items() if isinstance(v, tuple) and v and is_dataclass(v[0])}
+    return values | {key: [_without_places(entry) for entry in entries] for key, entries in tables.items()}
 
 
 def dataset_digest(dataset: SequenceDataset) -> str:
     """A fingerprint of all lengths and of tokens spread evenly over the data."""
     hasher = hashlib.blake2b(digest_size=8)
-    step = max(1, len(dataset.tokens) // (1 << 20))
-    for column in (dataset.lengths, dataset.num_targets, dataset.tokens[::step].astype("int64")):
+    for column in (dataset.lengths, dataset.num_targets):
         hasher.update(column.tobytes())
+    hasher.update(dataset.reader.digest().encode())
     return hasher.hexdigest()
 
 

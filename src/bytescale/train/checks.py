@@ -8,6 +8,7 @@ from pathlib import Path
 from bytescale.config.schema import Config
 from bytescale.config.tokenizer import check_tokenizer
 from bytescale.cost.profile import read_profile
+from bytescale.data.dataset import in_words_of
 from bytescale.data.sources import open_source
 from bytescale.data.tokenizers import tokenizer_file
 from bytescale.errors import UserError, nearest
@@ -30,7 +31,9 @@ def check_first(config: Config, world_size: int) -> None:
     check_origin(config.model)
     check_tokenizer(config)
     tokenizer_file(config.data)
-    open_source(config.data)
+    for source in config.data.named_sources:
+        with in_words_of(source.name or ""):
+            open_source(source)
     check_held_out(config)
     check_writers(config.run.writers)
     if config.plan.profile is not None:

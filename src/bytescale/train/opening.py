@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bytescale.config.schema import BYTE_TOKENIZER, Config, ParallelConfig
+from bytescale.config.data import BYTE_TOKENIZER
+from bytescale.config.schema import Config, ParallelConfig
 from bytescale.config.tokenizer import file_of, is_own, own_tokenizer
 from bytescale.data import Tokenizer
 from bytescale.errors import counted

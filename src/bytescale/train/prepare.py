@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bytescale.arrays import IntArray, ceil_div
-from bytescale.config.schema import BYTE_TOKENIZER, Config
+from bytescale.config.data import BYTE_TOKENIZER
+from bytescale.config.schema import Config
 from bytescale.config.tokenizer import check_tokenizer
 from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec, cost_model
 from bytescale.cost.predict import stage_layers
@@ -78,7 +79,7 @@ class Prepared:
     def lines(self) -> tuple[str, ...]:
         """Everything to show before the first step."""
         held_out = () if self.held_out is None else (self.held_out.describe(self.config.eval.every),)
-        return (*self.opening, self.dataset.counts.describe(), *held_out, *self.notes)
+        return (*self.opening, *self.dataset.describe(), *held_out, *self.notes)
 
 
 def prepare(config: Config, world_size: int, machine: Machine | None = None) -> Prepared:

@@ -63,6 +63,9 @@ class Reporter:
     def step(self, data: StepData, metrics: StepMetrics, evaluation: Evaluation | None = None) -> None:
         """Write and show a step that has ended, and the evaluation that followed it."""
         line = metrics.to_json() | {"comm_bytes_static": data.static_bytes, "timestamp": round(time.time(), 3)}
+        given = self._prepared.dataset.given(data.batch.sequence_ids)
+        if len(given) > 1:
+            line["sources"] = {name: {"sequences": sequences, "tokens": t} for name, (sequences, t) in given.items()}
         if evaluation is not None:
             line |= evaluation.to_json()
         self._metrics_file.write(line)
@@ -116,7 +119,7 @@ def open_reporter(
             write_text_atomically(run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
         metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl"))
         progress = stack.enter_context(Progress(config.train.steps))
-        totals = RunTotals(run_identity(config, world, num_parameters), prepared.dataset.counts)
+        totals = RunTotals(run_identity(config, world, num_parameters), prepared.dataset)
         writers = open_writers(config.run.writers, run_dir, config_to_dict(config))
         reporter = Reporter(config, prepared, totals, metrics_file, progress, stack.enter_context(writers))
         for note in prepared.lines:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import numpy.typing as npt
 
-from bytescale.data import DatasetCounts, StepData
+from bytescale.data import SequenceDataset, StepData
 from bytescale.report import RunIdentity, RunSummary
 from bytescale.train.evaluation.evaluate import Evaluation
 from bytescale.train.measure.metrics import StepMetrics
@@ -17,13 +17,14 @@ from bytescale.train.measure.metrics import StepMetrics
 class RunTotals:
     """Sums over the steps so far."""
 
-    def __init__(self, identity: RunIdentity, counts: DatasetCounts) -> None:
-        self._identity, self._counts = identity, counts
+    def __init__(self, identity: RunIdentity, dataset: SequenceDataset) -> None:
+        self._identity, self._dataset, self._counts = identity, dataset, dataset.counts
         self.notes: list[str] = []
         self._begin_s = time.perf_counter()
         self._metrics: list[StepMetrics] = []
         self._eval_losses: list[float] = []
         self._degrees: Counter[int] = Counter()
+        self._given = {source.name: (0, 0) for source in dataset.sources}
         self._num_tokens = 0
         self._num_skipped = 0
         self._static_bytes: int | None = 0
@@ -42,6 +43,8 @@ class RunTotals:
         self._metrics.append(metrics)
         if evaluation is not None:
             self._eval_losses.append(evaluation.loss)
+        for name, (sequences, tokens) in self._dataset.given(data.batch.sequence_ids).items():
+            self._given[name] = (self._given[name][0] + sequences, self._given[name][1] + tokens)
         self._degrees.update(_histogram(data.plan.sequence_degrees()))
         self._num_tokens += data.batch.num_tokens
         self._num_skipped += data.num_skipped
@@ -87,6 +90,7 @@ class RunTotals:
             eval_loss_first=eval_losses[0] if eval_losses else None,
             eval_loss_last=eval_losses[-1] if eval_losses else None,
             eval_loss_best=min(eval_losses, default=None),
+            sources=tuple((name, *given) for name, given in self._given.items()) if len(self._given) > 1 else (),
             notes=tuple(self.notes),
             **asdict(self._identity),
         )

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from bytescale.config.schema import ModelConfig
-from bytescale.data.micro_batch import IGNORED_LABEL
+from bytescale.data.reader import IGNORED_LABEL
 from bytescale.errors import UserError
 from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.ring import distributed_attention

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bytescale.data.micro_batch import IGNORED_LABEL
+from bytescale.data.reader import IGNORED_LABEL
 from bytescale.runtime.tensor_parallel.group import TensorGroup
 
 """Label of a row that is not a target."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bytescale.data.micro_batch import IGNORED_LABEL
+from bytescale.data.reader import IGNORED_LABEL
 from bytescale.errors import UserError
 from bytescale.runtime.model.checks import complaint
 from bytescale.runtime.model.decoder import LossModel

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bytescale.data import EpochOrder, StepSource, prepared_batches
+from bytescale.data import SequenceOrder, StepSource, prepared_batches
 from bytescale.runtime.attention.interface import AttentionKernel
 from bytescale.runtime.fsdp import gather, release
 from bytescale.runtime.model.decoder import LossModel
@@ -73,7 +73,7 @@ def evaluate(
         CommunicationError: a peer is gone, late, or has another plan.
     """
     begin_s = time.perf_counter()
-    order = EpochOrder(len(held_out.dataset), 0)
+    order = SequenceOrder(held_out.dataset, 0)
     source = StepSource(held_out.dataset, prepared.config.batch, 0, order, prepared.planner, world.hdp_rank)
     loss_sum = 0.0
     model.eval()

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from bytescale.config.schema import BatchConfig, Config, DataConfig
+from bytescale.config.data import DataConfig
+from bytescale.config.schema import BatchConfig, Config
 from bytescale.data import (
-    EpochOrder,
     GlobalBatch,
     LoaderState,
     SequenceDataset,
+    SequenceOrder,
     Tokenizer,
     cut_batch,
     next_batch,
@@ -71,7 +72,8 @@ def eval_data(config: Config) -> DataConfig | None:
     if config.eval.path is None and config.eval.source is None:
         return None
     source = config.eval.source or config.data.source
-    return replace(config.data, source=source, path=config.eval.path, validation=0.0)
+    with _in_words_of_eval():
+        return replace(config.data, source=source, path=config.eval.path, validation=0.0, sources=())
 
 
 def check_held_out(config: Config) -> None:
@@ -116,7 +118,7 @@ def held_out_batches(dataset: SequenceDataset, config: Config) -> HeldOut:
         taken = BatchConfig(sequences=min(config.eval.sequences, len(dataset)))
     else:
         taken = BatchConfig(tokens=min(config.eval.tokens or whole_tokens, whole_tokens))
-    order = EpochOrder(len(dataset), _ORDER_SEED)
+    order = SequenceOrder(dataset, _ORDER_SEED)
     batch, _ = next_batch(dataset, taken, _ORDER_SEED, LoaderState(), order)
     held_out = HeldOut(dataset, tuple(cut_batch(batch, config.batch)))
     if held_out.num_targets == 0:

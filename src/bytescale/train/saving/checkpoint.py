@@ -21,7 +21,8 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from bytescale.checkpoint.weights_file import TensorSpec, WeightsFile, num_bytes, split_by_size
-from bytescale.config.schema import BYTE_TOKENIZER, Config
+from bytescale.config.data import BYTE_TOKENIZER
+from bytescale.config.schema import Config
 from bytescale.config.tokenizer import TRAINED_BY, is_own
 from bytescale.errors import RunError, UserError
 from bytescale.files import write_text_atomically

@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from bytescale.config.schema import BYTE_TOKENIZER, Config
+from bytescale.config.data import BYTE_TOKENIZER
+from bytescale.config.schema import Config
 from bytescale.config.tokenizer import TOKENIZER_FILE, file_of, is_own
 from bytescale.data.tokenizers import Tokenizer
 from bytescale.files import write_text_atomically

@@ -1,0 +1,144 @@
+"""The `[data]` section: where documents lie, what is read of them, and how sources are mixed.
+
+One source stands in `[data]` itself, several stand in `[[data.sources]]`; the keys of a source are the same in both.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from bytescale.config.fields import path_field, require, require_at_least, require_choice, unit_field
+
+Source = Literal["text-tree", "jsonl", "parquet", "python-stdlib"]
+Overlong = Literal["split", "drop", "error"]
+Mix = Literal["tokens", "sequences"]
+
+BYTE_TOKENIZER = "byte"
+"""The one tokenizer that is no file."""
+
+
+@dataclass(frozen=True)
+class DocumentsConfig:
+    """Where the documents of one source lie, and what is read of them."""
+
+    source: Source | None = None
+    """`text-tree` (a directory of text files), `jsonl`, `parquet`, or `python-stdlib` (the `.py` files of the running
+    interpreter)"""
+
+    path: str | None = path_field(glob=True)
+    """directory, file or glob; not needed by `python-stdlib`"""
+
+    glob: str = "**/*"
+    """which files of a `text-tree` are read"""
+
+    text_field: str = "text"
+    """JSON key or parquet column"""
+
+    def _check(self, section: str) -> None:
+        source = self.source
+        require(source is not None, f"{section}.source is missing; choose one of {', '.join(_words(Source))}")
+        assert source is not None
+        require_choice(f"{section}.source", source, Source)
+        require(
+            source == "python-stdlib" or self.path is not None, f'{section}.source = "{source}" needs {section}.path'
+        )
+
+
+@dataclass(frozen=True)
+class SourceConfig(DocumentsConfig):
+    """One of several sources: the keys of a source in `[data]`, and these."""
+
+    name: str | None = None
+    """what messages and metrics call the source; `source-1`, `source-2`, ... by default"""
+
+    weight: float = 1.0
+    """how much of the mixture it is, relative to the weights of the others; 0 leaves it out"""
+
+    epochs: int | None = None
+    """most times that a run goes through it; the other sources then share what it leaves. A run ends when all have
+    reached theirs"""
+
+    def __post_init__(self) -> None:
+        self._check("data.sources")
+        require(
+            math.isfinite(self.weight) and self.weight >= 0,
+            f"data.sources.weight = {self.weight}; it must be at least 0",
+        )
+        require_at_least("data.sources.epochs", self.epochs, 1)
+
+
+@dataclass(frozen=True)
+class DataConfig(DocumentsConfig):
+    """Where sequences come from."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    """several sources, mixed by weight, each a table `[[data.sources]]`; in place of `source` and its keys here"""
+
+    mix: Mix = "tokens"
+    """what the weights of several sources are shares of: `tokens` or `sequences`"""
+
+    tokenizer: str | None = path_field(words=(BYTE_TOKENIZER,))
+    """`byte` (ids 0-255 are the bytes, 256 ends a document), a `tokenizer.json` file or a directory with one. Left out,
+    a checkpoint uses its own and a fresh model `byte`"""
+
+    end_token: str | None = None
+    """token that ends a document, for `tokenizer.json` files"""
+
+    begin_token: str | int | bool = False
+    """token that opens every document, for `tokenizer.json` files: `true` for the one that the file itself puts in
+    front of a text, or a token, or its id"""
+
+    max_context: int = unit_field("tokens", 8192)
+    """longest sequence, in tokens"""
+
+    overlong: Overlong = "split"
+    """longer documents: `split`, `drop` or `error`; counted and shown"""
+
+    validation: float = 0.0
+    """share of the documents that is never trained on, chosen by their contents alone: the same ones whatever the seed,
+    the order and the tokenizer, equal documents together"""
+
+    cache_dir: str | None = path_field()
+    """directory of tokenised data, shared by the ranks of a node"""
+
+    def __post_init__(self) -> None:
+        if self.sources:
+            self._check_sources()
+        else:
+            self._check("data")
+        require_choice("data.mix", self.mix, Mix)
+        require_choice("data.overlong", self.overlong, Overlong)
+        require_at_least("data.max_context", self.max_context, 2)
+        require(0 <= self.validation < 1, f"data.validation = {self.validation}; a share lies in 0..1, below 1")
+
+    def _check_sources(self) -> None:
+        for key in fields(DocumentsConfig):
+            require(
+                getattr(self, key.name) == key.default,
+                f"data.{key.name} is of one source, but there are [[data.sources]]; write it in each of them",
+            )
+        names = [source.name for source in self.named_sources]
+        twice = [name for name in names if names.count(name) > 1]
+        require(not twice, f'two [[data.sources]] are called "{(twice or [""])[0]}"; give each a name of its own')
+        require(
+            any(source.weight > 0 for source in self.sources),
+            "the weights of the [[data.sources]] add up to 0; give at least one a weight above 0",
+        )
+
+    @property
+    def named_sources(self) -> tuple[SourceConfig, ...]:
+        """Every source, with its name; the one of `[data]` itself has the empty name."""
+        if self.sources:
+            return tuple(
+                SourceConfig(**_values(source) | {"name": source.name or f"source-{number}"})
+                for number, source in enumerate(self.sources, start=1)
+            )
+        return (SourceConfig(**{key.name: getattr(self, key.name) for key in fields(DocumentsConfig)}, name=""),)
+
+
+def _values(config: Any) -> dict[str, Any]:
+    return {key.name: getattr(config, key.name) for key in fields(config)}
+
+
+def _words(choices: Any) -> tuple[str, ...]:
+    return tuple(choices.__args__)
