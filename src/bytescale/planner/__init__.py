@@ -29,11 +29,13 @@ from bytescale.planner.strategies.best import plan_best
 from bytescale.planner.strategies.chunked import plan_chunked
 from bytescale.planner.strategies.fcp import plan_fcp
 from bytescale.planner.strategies.flexible_cp import plan_flexible
+from bytescale.planner.strategies.flexsp import plan_flexsp
 from bytescale.planner.strategies.hdp_balance import plan_balance
 from bytescale.planner.strategies.hdp_naive import plan_naive
 from bytescale.planner.strategies.megatron_dynamic import plan_dynamic
 from bytescale.planner.strategies.megatron_hybrid import plan_hybrid
 from bytescale.planner.strategies.static import plan_static
+from bytescale.planner.strategies.wlb_llm import plan_wlb
 from bytescale.planner.strategy import Strategy
 
 PLAIN = (
@@ -60,6 +62,8 @@ PLAIN = (
         "best-fit groups, integer degrees that minimise the slowest (flexible context parallelism)",
         plan_flexible,
     ),
+    Strategy("flexsp", "groups of different powers of two, the slowest as fast as can be (FlexSP)", plan_flexsp),
+    Strategy("wlb-llm", "one cp_degree for all, packs of equal work, cut or whole (WLB-LLM)", plan_wlb),
 )
 """Strategies that look at no other, in the order of every table; a new one is a file in `strategies` and an entry."""
 

@@ -34,6 +34,8 @@ STRATEGIES = (
     "megatron-dynamic",
     "flexible-cp",
     "fcp",
+    "flexsp",
+    "wlb-llm",
     "hdp-naive",
     "hdp-balance",
     "best",
