@@ -1,16 +1,16 @@
 """`flexsp`: groups of different powers of two side by side, chosen so that the slowest ends soonest (FlexSP).
 
-The batch, sorted by length, is cut into micro-batches that all ranks together can hold; several numbers of micro-batches
-are tried. For each the published system solves a mixed-integer programme: which sizes of groups exist, with at most R
-ranks together, and which sequences each runs, so that the longest time of a group is least; a sequence's time on a
-group is additive, and memory is C tokens a rank. Sequences of similar length are taken as one, to keep it small.
+The batch, sorted by length, is cut into micro-batches that all ranks together can hold; several numbers of them are
+tried. For each micro-batch the published system solves a mixed-integer programme: which sizes of groups exist, with at
+most R ranks together, and which sequences each runs, so that the longest time of a group is least; a sequence's time on
+a group is additive, and memory is C tokens a rank. Sequences of similar length count as equal, to keep it small.
 
 Ours is the same programme, solved by bisection on the longest time: under a guess, longest first, sequences fill the
 narrowest groups with room in time and memory, and else open groups of the least size that meets the guess. No solver
 is needed; the answer is not proven optimal. With a pipeline, which the source lacks, groups are stacked.
 
 Invariant: a sequence counts as the longest of its bucket, so neither time nor memory is underestimated. Cost:
-O(tries * bisections * buckets) numpy steps, and a sort.
+O(tries * micro-batches * bisections * buckets) numpy steps, and a sort.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,10 @@ from bytescale.planner.problem import Problem, too_long
 NUM_TRIES = 3
 """Numbers of micro-batches tried, from the fewest that memory allows."""
 
-_BISECTIONS = 7
-_MAX_BUCKETS = 24
+CLOSE_ENOUGH = 0.01
+"""Bisection stops where the slowest group is this close to the least guess that may still be met."""
+
+_MAX_BUCKETS = 16
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,7 @@ def plan_flexsp(problem: Problem) -> StepPlan:
     else:
         time_s = group_time_s(problem, problem.lengths, unit, degree, problem.fixed_ratio)
         placed = stack_gangs(degree, hdp_size, time_s)
-    return plan_of_units(
-        problem, "flexsp", unit=unit, degree=degree, placed=placed, offload_ratio=problem.fixed_ratio
-    )
+    return plan_of_units(problem, "flexsp", unit=unit, degree=degree, placed=placed, offload_ratio=problem.fixed_ratio)
 
 
 def _least_sum(problem: Problem, lengths: IntArray) -> list[Groups]:
@@ -103,9 +103,7 @@ def _least_sum(problem: Problem, lengths: IntArray) -> list[Groups]:
     return best or [groups for s in lengths for groups in _cut_and_solve(problem, np.array([s]), 1) or []]
 
 
-def _cut_and_solve(
-    problem: Problem, lengths: IntArray, num: int, below_s: float = float("inf")
-) -> list[Groups] | None:
+def _cut_and_solve(problem: Problem, lengths: IntArray, num: int, below_s: float = float("inf")) -> list[Groups] | None:
     """Cut falling lengths into `num` runs of about equal tokens and solve each.
 
     None where one does not fit, or all together take `below_s` or more.
@@ -146,14 +144,12 @@ def solve_micro_batch(buckets: Buckets, capacity: int) -> Groups | None:
         return None
     work = float((buckets.work_s * buckets.sizes[:, None]).min(axis=0) @ buckets.counts)
     low = max(float(buckets.work_s.min(axis=0).max()), work / float(buckets.sizes[-1]))
-    for _ in range(_BISECTIONS):
+    while best.longest_s > low * (1 + CLOSE_ENOUGH):
         guess = (low + best.longest_s) / 2
-        if guess <= low:
-            break
         groups = fill_groups(buckets, capacity, guess)
         if groups is None:
             low = guess
-        elif groups.longest_s < best.longest_s:
+        else:
             best = groups
     return best
 

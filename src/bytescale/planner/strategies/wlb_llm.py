@@ -4,13 +4,13 @@ Groups and degree are those of `static`. Documents, longest first, join the pack
 work if memory takes them there, else the pack with the fewest tokens; where neither holds them a pack is added. The
 number of packs is what memory asks for, the same for all groups.
 
-Each pack is sharded in the way that ends sooner. Per document: each is cut over all ranks of its group. Per sequence: in
-the source the pack is cut as one sequence, so that a short document lies on one rank or two. In our plans it lies on
-one: documents go longest first to the rank with the least work that holds them.
+Each pack is sharded in the way that ends sooner. Per document: each is cut over all ranks of its group. Per sequence:
+in the source the pack is cut as one sequence, so that a short document lies on one rank or two. In our plans it lies
+on one: documents go longest first to the rank with the least work.
 
 The source also lets outlier documents wait for a later batch, which changes the order of samples; a plan is one batch,
-so that is left out. Invariant: every gang is one aligned block of ranks whose micro-batches correspond one to one, so no
-cycle can arise. Cost: O(n log n) steps of Python.
+so that is left out. Invariant: every gang is one aligned block of ranks whose micro-batches correspond one to one, so
+no cycle can arise. Cost: O(n log n) steps of Python.
 """
 
 import heapq
@@ -97,7 +97,7 @@ def balanced_packs(work_s: FloatArray, tokens: IntArray, capacity: int, num_grou
 
 
 def _whole_on_ranks(problem: Problem, rows: IntArray, degree: int) -> tuple[IntArray, float] | None:
-    """Rank of each document of a pack when none is cut, and the pack's time; None where memory or a rank stays short."""
+    """Rank of each document of a pack when none is cut, and the time; None where one does not fit or a rank is idle."""
     lengths = problem.lengths[rows]
     if len(rows) < degree or int(lengths.max()) > problem.fixed_capacity:
         return None

@@ -11,7 +11,10 @@ from bytescale.report.simulation import figure, save
 from bytescale.reproduction.rows import Row
 
 _PAPER, _NAIVE, _BALANCE = "#b0b0b0", "#f2a65a", "#3b6fb6"
-_STRATEGY_COLOURS = ("#9a9a9a", "#c9c9c9", "#b279a2", "#72b7b2", "#eeca3b", "#f2a65a", "#3b6fb6", "#1d7a3c", "#d62728")
+_STRATEGY_COLOURS = (
+    *("#9a9a9a", "#c9c9c9", "#b279a2", "#e377c2", "#72b7b2", "#eeca3b", "#bcbd22", "#8c564b"),
+    *("#f2a65a", "#3b6fb6", "#1d7a3c", "#d62728"),
+)
 
 
 def draw_figure(name: str, rows: Sequence[Row], path: Path) -> None:
