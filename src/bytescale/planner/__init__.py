@@ -34,12 +34,17 @@ from bytescale.planner.strategies.hdp_balance import plan_balance
 from bytescale.planner.strategies.hdp_naive import plan_naive
 from bytescale.planner.strategies.megatron_dynamic import plan_dynamic
 from bytescale.planner.strategies.megatron_hybrid import plan_hybrid
-from bytescale.planner.strategies.static import plan_static
+from bytescale.planner.strategies.static import plan_static, static_bound_s
 from bytescale.planner.strategies.wlb_llm import plan_wlb
 from bytescale.planner.strategy import Strategy
 
 PLAIN = (
-    Strategy("static", "one cp_degree for all, packs in arrival order (Megatron-LM, MegaScale)", plan_static),
+    Strategy(
+        "static",
+        "one cp_degree for all, packs in arrival order (Megatron-LM, MegaScale)",
+        plan_static,
+        bound_s=static_bound_s,  # its plans can have millions of pieces
+    ),
     Strategy(
         "megatron-hybrid",
         "powers of two by length, one sequence at a time, balanced by squares (Megatron-LM 0.19)",

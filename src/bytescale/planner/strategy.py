@@ -21,6 +21,8 @@ class Strategy:
         plan: makes the plan. Raises `UserError` where it cannot place the batch.
         pipeline_only: whether it is another strategy without a pipeline.
         makes_blocks: whether its plans have the layout `blocks`, which `train` cannot run.
+        bound_s: a time that its plan takes at least without a pipeline, found for much less than the plan; raises as
+            `plan` does. None where there is no such bound.
     """
 
     name: str
@@ -28,3 +30,4 @@ class Strategy:
     plan: Callable[[Problem], StepPlan]
     pipeline_only: bool = False
     makes_blocks: bool = False
+    bound_s: Callable[[Problem], float] | None = None

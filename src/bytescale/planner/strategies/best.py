@@ -38,7 +38,6 @@ from bytescale.planner.search.degrees import GOOD_ENOUGH, search
 from bytescale.planner.search.multifit import Placement
 from bytescale.planner.search.narrow import narrowed
 from bytescale.planner.search.pipeline import best_pipeline_plan
-from bytescale.planner.strategies.static import static_bound_s
 from bytescale.planner.strategy import Strategy
 
 RIVAL_LIMIT = 6_000
@@ -76,8 +75,8 @@ def _shorter_plan(problem: Problem, rival: Strategy, below_s: float) -> StepPlan
     if rival.makes_blocks and not problem.allow_blocks:
         return None
     try:
-        if rival.name == "static" and problem.pp_size == 1 and static_bound_s(problem) >= below_s:
-            return None  # its plans can have millions of pieces
+        if rival.bound_s is not None and problem.pp_size == 1 and rival.bound_s(problem) >= below_s:
+            return None
         plan = rival.plan(problem)
     except UserError:
         return None
