@@ -13,10 +13,12 @@ from bytescale.plan.share import rank_share
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.zigzag import piece_positions
 from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.flat import flat_shapes
 from bytescale.runtime.fsdp import full_gradients, shard_model
 from bytescale.runtime.model.decoder import LossModel, build_decoder, recompute_layers
 from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.model.stages import layer_ranges, stage_model
+from bytescale.runtime.sharded import whole_tensor
 from bytescale.runtime.world import World, Wrap, join_groups
 from bytescale.train.step import StepResult, run_step
 from tests.ranks import Ranks
@@ -166,6 +168,15 @@ def whole_gradients(model: LossModel) -> dict[str, torch.Tensor]:
     head = model.copied_weight()
     names = {f"decoder.{n}": n if p is head else model.whole_name(n) for n, p in model.decoder.named_parameters()}
     return {f"decoder.{names[name]}": gradient.clone() for name, gradient in full_gradients(model).items()}
+
+
+def whole_weights(model: LossModel) -> dict[str, torch.Tensor]:
+    """Whole weights by their names in the whole model; a collective."""
+    shapes = flat_shapes(model.decoder)
+    return {
+        model.whole_name(name): whole_tensor(p.detach(), shapes.get(name)).clone()
+        for name, p in model.decoder.named_parameters()
+    }
 
 
 def even_stages(decoder: Any, pp_size: int) -> list[range]:

@@ -244,7 +244,7 @@ class Splicer:
             for event in self._stage(plan, rank, tuple(work.num_tokens > 0 for work in works[hdp_rank])):
                 if isinstance(event, Compute):
                     exchanges = self._exchanges(works[hdp_rank][event.micro_batch], stage * plan.hdp_size)
-                    program += _pass(exchanges, event.direction, num_layers, recompute)
+                    program += self._pass(plan, stage, exchanges, event.direction, num_layers, recompute)
                 else:
                     program.append(event)
             programs.append([*program, Drained("attention", 0)])
@@ -262,6 +262,21 @@ class Splicer:
             self.stages[key] = log
         return self.stages[key]
 
+    def _pass(
+        self,
+        plan: StepPlan,
+        stage: int,
+        exchanges: tuple[Program, Program],
+        direction: int,
+        num_layers: int,
+        recompute: bool,
+    ) -> Program:
+        """What the layers of a stage post and wait for in one operation."""
+        forward, backward = exchanges
+        if direction == FORWARD:
+            return forward * num_layers
+        return ((forward if recompute else []) + backward) * num_layers
+
     def _exchanges(self, work: AttentionWork, first_rank: int) -> tuple[Program, Program]:
         """What one layer posts and waits for in the forward and in the backward of a micro-batch."""
         steps = tuple(
@@ -272,13 +287,6 @@ class Splicer:
         if key not in self.exchanges:
             self.exchanges[key] = _record_layer(work, first_rank)
         return self.exchanges[key]
-
-
-def _pass(exchanges: tuple[Program, Program], direction: int, num_layers: int, recompute: bool) -> Program:
-    forward, backward = exchanges
-    if direction == FORWARD:
-        return forward * num_layers
-    return ((forward if recompute else []) + backward) * num_layers
 
 
 class _Kept:

@@ -29,6 +29,7 @@ from tests.runtime.recorder import (
     programs_of,
     without_idle_drains,
 )
+from tests.runtime.recorder_tp import TensorSplicer, recorded_collectives, with_peers
 from tests.runtime.rendezvous import ALL_RULES, NCCL, NCCL_CONNECT, STRICTEST, hanging
 
 Random = np.random.Generator
@@ -107,6 +108,14 @@ def test_no_plan_hangs_under_any_rules() -> None:
         assert sum(hanging(few, rules)) == 0, rules
 
 
+@pytest.mark.long
+def test_no_plan_hangs_with_tensor_parallelism() -> None:
+    for tp_size, num in ((2, 700), (3, 150)):
+        splicer = TensorSplicer(tp_size)
+        assert sum(hangs_of(splicer, valid_plans(num, 8, whole_sequences, 3, 3, 7))) == 0
+        assert sum(hangs_of(splicer, valid_plans(num // 4, 9, chunked_sequences, 3, 3, 4))) == 0
+
+
 def test_exchanges_of_attention_pass_also_where_they_connect_at_first_use() -> None:
     """One order, (step, kind), on all ranks: it holds up without the connections made at the start."""
 
@@ -155,15 +164,17 @@ RING = drawn("40 61 9", "0[0/3] 2", "0[1/3] | 1[0/2]", "0[2/3] | 1[1/2]", num_la
 CHUNKS = drawn_in_chunks("60 20", "0@0:30[0/2] | 0@30:60[0/2]", "0@0:30[1/2] | 0@30:60[1/2] | 1@0:20")
 
 
-def _posted(ranks: Ranks, plan: StepPlan, checkpointing: bool) -> Program:
+def _posted(ranks: Ranks, plan: StepPlan, checkpointing: bool, tp_size: int = 1) -> Program:
     log: Program = []
-    train_step(
-        ranks,
-        plan,
-        checkpointing=checkpointing,
-        num_hidden_layers=2 * plan.pp_size,
-        wrap=lambda link, inner: Recording(link, inner.rank, inner.world_ranks, log, inner),
-    )
+    with recorded_collectives(log):
+        train_step(
+            ranks,
+            plan,
+            checkpointing=checkpointing,
+            num_hidden_layers=2 * plan.pp_size,
+            wrap=lambda link, inner: Recording(link, inner.rank, inner.world_ranks, log, inner),
+            tp_size=tp_size,
+        )
     return without_idle_drains(log)
 
 
@@ -173,6 +184,18 @@ def test_a_real_run_posts_what_the_recorder_says(ranks: RankPool, plan: StepPlan
     posted = ranks.run(plan.hdp_size * plan.pp_size, _posted, plan, checkpointing)
     for real, program in zip(posted, programs_of(plan, 2, checkpointing), strict=True):
         assert real == without_idle_drains(event for event in program if not isinstance(event, End))
+
+
+@pytest.mark.parametrize("plan", [SHARED, CHUNKS], ids=["pipelines", "chunks"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_real_run_with_tensor_parallelism_does_too(ranks: RankPool, plan: StepPlan, checkpointing: bool) -> None:
+    programs = TensorSplicer(2).programs_of(plan, 2, checkpointing)
+    for rank, posted in enumerate(ranks.run(len(programs), _posted, plan, checkpointing, 2)):
+        program = without_idle_drains(event for event in programs[rank] if not isinstance(event, End))
+        real, flush = posted[: len(program)], posted[len(program) :]
+        assert [with_peers(event, rank, 2) for event in real] == program
+        # The one-token micro-batch of the reduction: collectives alone.
+        assert {event.link for event in flush} == {"tp"}  # type: ignore[union-attr]
 
 
 class Grouped(Splicer):

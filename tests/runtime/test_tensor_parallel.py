@@ -4,14 +4,32 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
+from bytescale.config.schema import TrainConfig
 from bytescale.errors import UserError
 from bytescale.plan.step_plan import StepPlan
+from bytescale.runtime.attention.kernels import CpuKernel
+from bytescale.runtime.fsdp import clip_gradients, gradient_norm, shard_model
 from bytescale.runtime.grid import Grid
+from bytescale.runtime.model.stages import stage_model
 from bytescale.runtime.tensor_parallel.probe import probe_split
-from tests.plans import drawn
+from bytescale.train.optimizer import make_optimizer
+from bytescale.train.step import run_step
+from tests.plans import drawn, placed, valid_plans
 from tests.ranks import RankPool, Ranks
-from tests.runtime.models import ARCHITECTURES, reference_step, small_decoder, train_step
+from tests.runtime.models import (
+    ARCHITECTURES,
+    even_stages,
+    in_type,
+    reference_step,
+    small_decoder,
+    step_data,
+    train_step,
+    whole_weights,
+    world_of,
+)
 
 # Unequal counts, a ring beside whole sequences, lengths that no number of TP ranks divides.
 TWO = drawn("61 40 9 30", "0[0/2] 2 | 3", "0[1/2] 1")
@@ -86,6 +104,67 @@ def test_pipelines_equal_one_process(ranks: RankPool, tied: bool) -> None:
 def test_experts_are_spread_over_the_ranks(ranks: RankPool, architecture: str) -> None:
     check(ranks, TWO, 2, architecture, 1e-5)
     check(ranks, ALONE, 4, architecture, 1e-5, num_key_value_heads=4)
+
+
+def _train(ranks: Ranks, plan: StepPlan, architecture: str, tp_size: int, extra: dict[str, Any]) -> Any:
+    """Losses and norms of five clipped AdamW steps in fp64, and the whole weights after them."""
+    world = world_of(ranks, pp_size=plan.pp_size, tp_size=tp_size)
+    decoder = in_type(small_decoder(architecture, **extra), torch.float64)
+    model = stage_model(decoder, even_stages(decoder, plan.pp_size), world.stage)
+    shard_model(model, world, torch.float64)
+    optimizer = make_optimizer(model, TrainConfig(lr=1e-3))
+    data, numbers = step_data(plan, world.hdp_rank), []
+    for _ in range(5):
+        loss_sum = run_step(model, CpuKernel(), world, data).loss_sum
+        norm = gradient_norm(model, world, without=model.copied_weight())
+        clip_gradients(model, norm, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers += [float(world.all_gather_numbers([loss_sum]).sum()), norm]
+    return numbers, whole_weights(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("architecture", "plan", "tp_size", "extra"),
+    [
+        ("llama", TWO, 2, {"attention_bias": True}),
+        ("llama", PIPELINES, 2, {"tie_word_embeddings": True}),
+        ("qwen3", THREE, 2, {"tie_word_embeddings": True}),
+        ("llama", ALONE, 4, {"num_key_value_heads": 4}),
+    ],
+    ids=["2x2", "2x2x2-tied", "3x2-tied", "1x4"],
+)
+def test_five_steps_are_those_of_one_rank(
+    ranks: RankPool, architecture: str, plan: StepPlan, tp_size: int, extra: dict[str, Any]
+) -> None:
+    alone = placed(plan.lengths.tolist(), [[(0, i)] for i in range(plan.num_sequences)], 1)
+    numbers, weights = ranks.run(1, _train, alone, architecture, 1, extra)[0]
+    for found, state in ranks.run(plan.hdp_size * plan.pp_size * tp_size, _train, plan, architecture, tp_size, extra):
+        assert found == pytest.approx(numbers, rel=1e-12)
+        for name, weight in state.items():
+            # AdamW divides gradients by themselves, so what is rounding in a gradient of 1e-10 is 1e-6 of a step.
+            assert (weight - weights[name]).abs().max() <= 1e-8, name
+
+
+def _loss(ranks: Ranks, plan: StepPlan, architecture: str, tp_size: int) -> float:
+    return train_step(ranks, plan, architecture=architecture, tp_size=tp_size)[0]
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+@given(plan=valid_plans(min_ranks=2, max_ranks=3, max_sequences=8), architecture=st.sampled_from(["qwen3", "mixtral"]))
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_random_plans_end_and_agree_with_one_rank(ranks: RankPool, plan: StepPlan, architecture: str) -> None:
+    assume(int(plan.lengths.max()) > 1)
+    alone = placed(plan.lengths.tolist(), [[(0, i)] for i in range(plan.num_sequences)], 1)
+    loss = ranks.run(1, _loss, alone, architecture, 1, timeout_s=30)[0]
+    size = 2 * plan.hdp_size
+    assert ranks.run(size, _loss, plan, architecture, 2, timeout_s=30) == pytest.approx([loss] * size, rel=1e-5)
 
 
 def test_where_ranks_stand() -> None:

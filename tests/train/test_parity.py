@@ -89,7 +89,8 @@ def _gradients(
 
     With `layout` planned by a cost without communication, where chunks pay, and one of the plans must have it.
     """
-    prepared, world = prepare(config, ranks.size), world_of(ranks, pp_size=config.parallel.pp_size)
+    parallel = config.parallel
+    prepared, world = prepare(config, ranks.size), world_of(ranks, pp_size=parallel.pp_size, tp_size=parallel.tp_size)
     if layout is not None:
         prepared = replace(prepared, planner=free_planner(config, world.hdp_size))
     model = build_model(config, prepared, world.stage)
@@ -127,9 +128,9 @@ def check_gradients(found: list[Any], expected: list[dict[str, torch.Tensor]]) -
     assert seen == set(expected[0])
 
 
-def with_options(config: Config, layers: int = 2, pp_size: int = 1, **plan: Any) -> Config:
+def with_options(config: Config, layers: int = 2, pp_size: int = 1, tp_size: int = 1, **plan: Any) -> Config:
     model = replace(config.model, config={**(config.model.config or {}), "num_hidden_layers": layers})
-    parallel = replace(config.parallel, pp_size=pp_size)
+    parallel = replace(config.parallel, pp_size=pp_size, tp_size=tp_size)
     return replace(config, model=model, parallel=parallel, plan=replace(config.plan, **plan))
 
 
@@ -139,6 +140,19 @@ def test_every_gradient_agrees(ranks: RankPool, config_path: Path) -> None:
     for strategy in STRATEGIES:
         for size in (2, 3, 4, 6) if not strategy.startswith("megatron") else (2, 4):
             check_gradients(ranks.run(size, _gradients, with_options(config, strategy=strategy)), expected)
+
+
+def test_every_gradient_agrees_with_tensor_parallelism(ranks: RankPool, config_path: Path) -> None:
+    """2x2 and 3x2 HDP x TP ranks, and two stages of 2x2; chunks in pipelines."""
+    config = load_config(config_path)
+    expected = ranks.run(1, _gradients, with_options(config, tokens_per_rank=600))[0]
+    for strategy in ("static", "hdp-balance", "best"):
+        for size, pp_size in ((4, 1), (6, 1), (8, 2)):
+            options = with_options(config, pp_size=pp_size, tp_size=2, strategy=strategy)
+            check_gradients(ranks.run(size, _gradients, options), expected)
+    expected = ranks.run(1, _gradients, with_options(config, layers=5, tokens_per_rank=600), 3)[0]
+    options = with_options(config, layers=5, pp_size=2, tp_size=2, strategy="chunked")
+    check_gradients(ranks.run(8, _gradients, options, 3, "chunks"), expected)
 
 
 def test_every_gradient_agrees_in_pipelines(ranks: RankPool, config_path: Path) -> None:
