@@ -64,7 +64,7 @@ def one_ratio(
         loss.backward()
         wall_s, cpu_s = time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s
         del loss
-        moved = offloader.end_step()
+        moved = offloader.report()
         steps.append(
             {
                 "wall_s": wall_s,

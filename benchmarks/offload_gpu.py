@@ -72,7 +72,7 @@ def steps_at(
         loss.backward()
         torch.cuda.synchronize(device)
         wall_s = time.perf_counter() - begin_s
-        moved = offloader.end_step()
+        moved = offloader.report()
         rows.append(
             {
                 "ratio": ratio,

@@ -161,7 +161,7 @@ def check_equal(model: Layers, tier: Any, tokens: list[int], ratios: list[float]
     expected = gradients_of(model, None, tokens, ratios, **shared)
     offloader = Offloader(model, lambda: tier, 1024)  # type: ignore[arg-type]
     found = gradients_of(model, offloader, tokens, ratios, **shared)
-    report = offloader.end_step()
+    report = offloader.report()
     offloader.close = lambda: None  # type: ignore[method-assign]  # the fixture closes the tier
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
@@ -260,7 +260,7 @@ def test_interleaved_micro_batches(tier: RecordingTier) -> None:
     offloader = Offloader(model, lambda: tier, 1024)  # type: ignore[arg-type]
     offloader.begin_step()
     assert torch.equal(run(offloader), expected)
-    report = offloader.end_step()
+    report = offloader.report()
     assert report.bytes_in == report.bytes_out > 0
 
 
@@ -291,7 +291,7 @@ def test_what_left_is_freed_and_an_abandoned_graph_gives_its_room_back(tier: Rec
         del out
         gc.collect()
         assert all(ref.expired() for ref in seen)
-        offloader.end_step()
+        offloader.report()
     # The room of one step served all three.
     tier._room._take_returned()
     assert tier._room._size <= 64 << 20
@@ -339,7 +339,7 @@ def test_resident_memory_falls(tier: RecordingTier) -> None:
         with offloader.micro_batch([65536], [ratio]):
             out = model(hidden)
         out.backward(hidden.detach())
-        offloader.end_step()
+        offloader.report()
         return peak_memory_bytes(cpu) - before
 
     plain, offloaded = growth(0.0), growth(1.0)

@@ -43,14 +43,14 @@ def run_step(
         check_same_step(world, data)
         gather(model)
     measured.gathered()
-    loss_sum, offloaded = compute(model, kernel, world, data, offloader, measured.operation)
+    loss_sum = compute(model, kernel, world, data, offloader, measured.operation)
     measured.computed()
     with collective(world.rank, f"step {data.step}: reducing the gradients"):
         reduce(model, kernel, world.comm, data.batch.total_targets)
         if model.is_tied:
             add_tied_gradients(model, world)
     measured.reduced()
-    return measured.result(float(loss_sum), offloaded)
+    return measured.result(float(loss_sum), offloader.report() if offloader is not None else OffloadReport())
 
 
 def compute(
@@ -60,11 +60,11 @@ def compute(
     data: StepData,
     offloader: Offloader | None,
     on_operation: Callable[[int, int], None],
-) -> tuple[torch.Tensor, OffloadReport]:
+) -> torch.Tensor:
     """Run this rank's micro-batches, forward and backward; gradients pile up, and nothing but P2P is exchanged.
 
     Returns:
-        The loss summed over this rank's targets, and what was offloaded.
+        The loss summed over this rank's targets.
     """
     if offloader is not None:
         offloader.begin_step()
@@ -74,7 +74,9 @@ def compute(
     loss_sum = run_stage(model, inputs, world, order, on_operation)
     assert not kept, "every chunk lets go of its keys and values in its own backward"
     world.comm.drain()
-    return loss_sum, offloader.end_step() if offloader is not None else OffloadReport()
+    if offloader is not None:
+        offloader.end_step()
+    return loss_sum
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from bytescale.arrays import ceil_div
 from bytescale.errors import UserError
+from bytescale.runtime.clock import HostMarker, Marker
 from bytescale.runtime.offload.tiers import Copy, Direction, OffloadError, Partition, Range, Stash
 
 Bytes = npt.NDArray[np.uint8]
@@ -153,6 +154,7 @@ class DiskTier:
         self._copies: list[Copy] = []
         self._jobs: list[Future[None]] = []
         self._engaged = False
+        self.clock: Marker = HostMarker()
 
     def begin_step(self) -> None:
         self._copies, self._jobs = [], []
@@ -166,23 +168,20 @@ class DiskTier:
         offset = self._room.take(partition.leaving_bytes)
         return None if offset is None else _DiskStash(self, source, partition, offset)
 
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def at_s(self, mark: float) -> float:
-        return mark
-
-    def elapsed_s(self, begin: float, end: float) -> float:
-        return end - begin
-
-    def copies(self) -> list[Copy]:
-        for job in self._jobs:
-            job.exception()
-        self._jobs = []
+    def end_step(self) -> None:
+        self._wait()
         if self._engaged:
             self._engaged = False
             keep_freed_memory()
+
+    def copies(self) -> list[Copy]:
+        self._wait()
         return list(self._copies)
+
+    def _wait(self) -> None:
+        for job in self._jobs:
+            job.exception()
+        self._jobs = []
 
     def close(self) -> None:
         self._out.shutdown()

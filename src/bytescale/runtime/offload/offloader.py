@@ -105,19 +105,26 @@ class Offloader:
             self._active = None
             state.end_forward()
 
-    def end_step(self) -> OffloadReport:
-        """What was moved since `begin_step`; waits for copies under way."""
+    def end_step(self) -> None:
+        """Nothing leaves any more; the host goes on at once."""
+        if self._tier is not None:
+            self._tier.end_step()
+
+    def report(self) -> OffloadReport:
+        """What was moved since `begin_step`; ends the step and waits for it, copies and device."""
         if self._tier is None:
             return OffloadReport(declined_bytes=self._declined_bytes)
+        self.end_step()
         copies = self._tier.copies()
-        waits = [(self._tier.at_s(begin), self._tier.elapsed_s(begin, end)) for begin, end in self._waits]
+        at_s = [(self._tier.clock.at_ns(begin) / 1e9, self._tier.clock.at_ns(end) / 1e9) for begin, end in self._waits]
+        waits = tuple((begin_s, end_s - begin_s) for begin_s, end_s in at_s)
         return OffloadReport(
             bytes_out=sum(c.num_bytes for c in copies if c.direction == "out"),
             bytes_in=sum(c.num_bytes for c in copies if c.direction == "in"),
             exposed_s=sum(duration_s for _, duration_s in waits),
             declined_bytes=self._declined_bytes,
             copies=tuple(copies),
-            waits=tuple(waits),
+            waits=waits,
         )
 
     def close(self) -> None:
@@ -234,13 +241,13 @@ class _MicroBatch:
     def _drop(self, layer: int) -> None:
         if layer < 0 or not self._to_drop[layer]:
             return
-        begin = self._tier.mark()
+        begin = self._tier.clock.mark()
         for reference in self._to_drop[layer]:
             entry = reference()
             if entry is not None and not entry.drop():
                 self._offloader.decline(entry.num_bytes)
         self._to_drop[layer].clear()
-        self._offloader.waiting(begin, self._tier.mark())
+        self._offloader.waiting(begin, self._tier.clock.mark())
 
     def pack(self, tensor: Tensor) -> _Saved:
         layer = min(self.layer, self._num_layers)
@@ -296,9 +303,9 @@ class _MicroBatch:
     def fetch(self, entry: _Entry) -> torch.UntypedStorage:
         if entry.storage is not None:
             return entry.storage
-        begin = self._tier.mark()
+        begin = self._tier.clock.mark()
         storage = entry.fetch()
-        self._offloader.waiting(begin, self._tier.mark())
+        self._offloader.waiting(begin, self._tier.clock.mark())
         return storage
 
 

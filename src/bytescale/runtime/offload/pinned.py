@@ -3,13 +3,13 @@
 Streams order everything, the host never waits: a copy out begins after the compute that made the tensor (event), its
 storage is dropped only after the compute stream was made to wait for that copy, so the caching allocator may reuse it
 at once; a copy in begins after its target is allocated, and compute waits for it before the first use. A pinned buffer
-is reused only after the copy that emptied it. Pinning is slow, so buffers are kept, by size.
+is reused only after the copy that emptied it. Pinning is slow, so buffers are kept, by size, which is a power of two:
+torch pins that much whatever it is asked for.
 
-Invariant: a storage and its pinned buffer outlive the copies that read them. Cost: events, no host synchronisation;
-pinned memory stays at its largest use, bounded by `limit_bytes`.
+Invariant: a storage and its pinned buffer outlive the copies that read them. Cost: events; the host waits for the
+device only where a step that is over is read. Pinned memory stays at its largest use, at most `limit_bytes`.
 """
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bytescale.arrays import ceil_div
+from bytescale.runtime.clock import CudaMarker, Marker
 from bytescale.runtime.offload.tiers import Copy, Direction, Partition, Range, Stash
 
-_ROUNDING_BYTES = 1 << 20
+_SMALLEST_BYTES = 1 << 20
 
 
 @dataclass
@@ -40,12 +40,10 @@ class PinnedTier:
         self._pinned_bytes = 0
         self._idle: dict[int, list[_Buffer]] = defaultdict(list)
         self._timed: list[tuple[Direction, Any, Any, int]] = []
-        self.begin_step()
+        self.clock: Marker = CudaMarker(device)
 
     def begin_step(self) -> None:
         self._timed = []
-        torch.cuda.synchronize(self.device)
-        self._origin, self._origin_s = self.mark(), time.perf_counter()
 
     def engage(self) -> None:
         """Nothing to prepare."""
@@ -54,23 +52,22 @@ class PinnedTier:
         buffer = self._buffer(partition.leaving_bytes)
         return None if buffer is None else _PinnedStash(self, source, partition, buffer)
 
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def elapsed_s(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def at_s(self, mark: Any) -> float:
-        return self._origin_s + self.elapsed_s(self._origin, mark)
+    def end_step(self) -> None:
+        """Nothing to undo."""
 
     def copies(self) -> list[Copy]:
-        torch.cuda.synchronize(self.device)
-        return [Copy(d, self.at_s(begin), self.elapsed_s(begin, end), n) for d, begin, end, n in self._timed]
+        for _, _, end, _ in self._timed:
+            end.synchronize()
+        self.clock.settle()
+        return [
+            Copy(direction, begin_ns / 1e9, (self.clock.at_ns(end) - begin_ns) / 1e9, num_bytes)
+            for direction, begin, end, num_bytes in self._timed
+            for begin_ns in [self.clock.at_ns(begin)]
+        ]
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
+        for stream in self.streams.values():
+            stream.synchronize()
         self._idle.clear()
 
     def copy(self, direction: Direction, pairs: list[tuple[Tensor, Tensor]], after: Any, num_bytes: int) -> Any:
@@ -94,7 +91,7 @@ class PinnedTier:
         self._idle[buffer.data.numel()].append(buffer)
 
     def _buffer(self, num_bytes: int) -> _Buffer | None:
-        size = ceil_div(num_bytes, _ROUNDING_BYTES) * _ROUNDING_BYTES
+        size = max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
         if self._idle[size]:
             buffer = self._idle[size].pop()
             self.streams["out"].wait_event(buffer.free_after)
@@ -102,12 +99,21 @@ class PinnedTier:
         if self._pinned_bytes + size > self._limit_bytes:
             return None
         try:
-            data = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            data = pinned(size)
         except RuntimeError:  # the host has no more to pin
             self._limit_bytes = self._pinned_bytes
             return None
         self._pinned_bytes += size
         return _Buffer(data)
+
+
+def pinned(num_bytes: int) -> Tensor:
+    """Bytes that stay where they are in memory, so that a device copies them by itself.
+
+    Raises:
+        RuntimeError: there are no more.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class _PinnedStash:
@@ -117,7 +123,7 @@ class _PinnedStash:
         kept = torch.empty(partition.staying_bytes, dtype=torch.uint8, device=source.device)
         pairs = _pairs(buffer.data, source, partition.leaving) + _pairs(kept, source, partition.staying)
         self._kept: Tensor | None = kept
-        self._out = tier.copy("out", pairs, tier.mark(), partition.leaving_bytes)
+        self._out = tier.copy("out", pairs, tier.clock.mark(), partition.leaving_bytes)
         self._in: Any = None
         self._target: Tensor | None = None
 
@@ -134,7 +140,7 @@ class _PinnedStash:
         pairs += _pairs(self._kept, target, self._partition.staying)
         self._tier.streams["in"].wait_event(self._out)
         self._in = self._tier.copy(
-            "in", [(whole, packed) for packed, whole in pairs], self._tier.mark(), self._partition.leaving_bytes
+            "in", [(whole, packed) for packed, whole in pairs], self._tier.clock.mark(), self._partition.leaving_bytes
         )
         self._target = target
         self._tier.give_back(self._buffer, self._in)

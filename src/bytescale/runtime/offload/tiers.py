@@ -12,9 +12,11 @@ which need storage of their own, since a view would keep all of it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+from bytescale.runtime.clock import Marker
 
 Range = tuple[int, int]
 Direction = Literal["out", "in"]
@@ -71,34 +73,28 @@ class Stash(Protocol):
 
 
 class Tier(Protocol):
-    """A place for offloaded bytes."""
+    """A place for offloaded bytes. `clock` notes points in time on the compute side."""
+
+    clock: Marker
 
     def begin_step(self) -> None:
         """Start counting copies from zero."""
         ...
 
     def engage(self) -> None:
-        """Before the first tensor of a micro-batch leaves; `copies` ends it."""
+        """Before the first tensor of a micro-batch leaves; `end_step` ends it."""
         ...
 
     def store(self, source: Tensor, partition: Partition) -> Stash | None:
         """Start moving `source` (uint8, a whole storage) out; None when there is no room."""
         ...
 
-    def mark(self) -> Any:
-        """A point in time on the compute side, for `elapsed_s`."""
-        ...
-
-    def at_s(self, mark: Any) -> float:
-        """A mark as `perf_counter` counts; on CUDA synchronise first."""
-        ...
-
-    def elapsed_s(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks; on CUDA synchronise first."""
+    def end_step(self) -> None:
+        """Nothing leaves any more until the next step. Does not wait for a device."""
         ...
 
     def copies(self) -> list[Copy]:
-        """Every copy since `begin_step`; waits for those under way."""
+        """Every copy since `begin_step`; waits for those under way and settles the clock."""
         ...
 
     def close(self) -> None:

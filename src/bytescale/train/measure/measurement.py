@@ -13,10 +13,11 @@ import numpy as np
 from bytescale.data import StepData
 from bytescale.plan.order import FORWARD
 from bytescale.plan.share import MicroBatchShare
+from bytescale.runtime.clock import Marker, marker_for
 from bytescale.runtime.offload.offloader import OffloadReport
 from bytescale.runtime.world import World
 from bytescale.trace import Span, span_between
-from bytescale.train.measure.step_clock import Marker, StepClock, marker_for, without_overlap
+from bytescale.train.measure.step_clock import StepClock, without_overlap
 
 MAX_COPIES = 200
 """Copies of a step that its trace shows; the longest."""

@@ -1,73 +1,14 @@
 """Measures a step without holding it up: points in time are noted while it runs and read once, when it is over.
 
-On the CPU a point is a reading of `perf_counter_ns`. On CUDA it is an event on the compute stream, so that the host may
-run ahead through all micro-batches; the single wait for the device is that of `read`. Spans of the compute track meet
-exactly: each begins where the one before it ended.
+The host may run ahead through all micro-batches (`bytescale.runtime.clock`); the single wait for the device is that of
+`read`. Spans of the compute track meet exactly: each begins where the one before it ended.
 """
 
-import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
+from bytescale.runtime.clock import Marker
 from bytescale.trace import Span
-
-
-class Marker(Protocol):
-    """Points in time on the device that computes."""
-
-    def mark(self) -> Any:
-        """Now, without waiting."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until the device has passed every mark; once, before the first `at_ns`."""
-        ...
-
-    def at_ns(self, mark: Any) -> int:
-        """A mark as `perf_counter_ns` counts."""
-        ...
-
-
-class HostMarker:
-    """Marks of the host's clock."""
-
-    def mark(self) -> int:
-        return time.perf_counter_ns()
-
-    def settle(self) -> None:
-        """Nothing to wait for."""
-
-    def at_ns(self, mark: int) -> int:
-        return mark
-
-
-class CudaMarker:
-    """Events on the current stream, read backwards from a point that the host knows. Has not run on a GPU yet."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._end: Any = None
-        self._end_ns = 0
-
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def settle(self) -> None:
-        self._end = self.mark()
-        self._end.synchronize()
-        self._end_ns = time.perf_counter_ns()
-
-    def at_ns(self, mark: Any) -> int:
-        return self._end_ns - round(float(mark.elapsed_time(self._end)) * 1e6)
-
-
-def marker_for(device: torch.device) -> Marker:
-    """The clock of `device`."""
-    return CudaMarker(device) if device.type == "cuda" else HostMarker()
 
 
 class StepClock:
