@@ -10,7 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bytescale.runtime.offload import pinned
+from bytescale.runtime.offload.offloader import Offloader
 from bytescale.runtime.offload.pinned import PinnedTier
+from bytescale.runtime.offload.tiers import Partition
 from tests.runtime.test_offload import Layers, check_equal, gradients_of
 
 
@@ -118,9 +120,21 @@ def test_whatever_the_device_delays_the_gradients_are_the_same(device: Device, r
     tier.close()
 
 
-def test_the_host_waits_only_where_a_step_is_read(device: Device) -> None:
-    from bytescale.runtime.offload.offloader import Offloader
+def test_a_buffer_waits_for_the_copy_that_empties_it(device: Device) -> None:
+    tier = PinnedTier(torch.device("cpu"), 1 << 20)
+    whole = Partition(((0, 1 << 20),), ())
+    sources = [torch.full((1 << 20,), value, dtype=torch.uint8) for value in (1, 2)]
+    first = tier.store(sources[0], whole)
+    assert first is not None
+    first.recall()  # its buffer is given on, though nothing has moved yet
+    second = tier.store(sources[1], whole)
+    assert second is not None and second.settle()
+    assert torch.equal(first.take(), sources[0]) and torch.equal(second.take(), sources[1])
+    third = tier.store(sources[0], whole)
+    assert third is not None and torch.equal(third.take(), sources[0])
 
+
+def test_the_host_waits_only_where_a_step_is_read(device: Device) -> None:
     tier = PinnedTier(torch.device("cpu"), 1 << 30)
     model = Layers(6, exponentials)
     offloader = Offloader(model, lambda: tier, 1024)  # type: ignore[arg-type]
@@ -139,7 +153,7 @@ def test_what_is_pinned_counts_as_torch_pins_it(device: Device) -> None:
     """Powers of two, at least a MiB; a buffer is used again."""
     tier = PinnedTier(torch.device("cpu"), 9 << 20)
     source = torch.zeros(5 << 20, dtype=torch.uint8)
-    whole = pinned.Partition(((0, source.numel()),), ())
+    whole = Partition(((0, source.numel()),), ())
     first = tier.store(source, whole)
     assert first is not None and tier.store(source, whole) is None
     first.discard()
