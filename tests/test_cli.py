@@ -321,3 +321,15 @@ def test_a_reader_that_goes_away_ends_the_program_quietly() -> None:
     result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write_end)
     assert (result.returncode, result.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(("rank", "output"), [("0", "done\n"), (None, "done\nthe interpreter is taken down\n")])
+def test_a_rank_of_torchrun_ends_at_once(rank: str | None, output: str) -> None:
+    """Threads of process groups may outlive a run; the interpreter's end would abort the process then."""
+    code = (
+        "import atexit, sys; from bytescale.cli.ranks import end_rank; "
+        "atexit.register(print, 'the interpreter is taken down'); print('done'); sys.exit(end_rank(143))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "RANK"} | ({} if rank is None else {"RANK": rank})
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (143, output)

@@ -46,9 +46,17 @@ def fail(error: Exception) -> int:
         rank = os.environ.get("RANK", "0")
         whose = "" if rank == "0" or found.kind == "peer" else f"rank {rank}: "
         say(f"bytescale: {whose}{found.message}", sys.stderr)
+    return end_rank(found.exit_code)
+
+
+def end_rank(code: int) -> int:
+    """End a rank of torchrun with `code` at once; elsewhere return it.
+
+    A failed rank must not linger in threads or destructors that wait for its peers. Nor must one that is done: a thread
+    of the process groups that lets go of a tensor while the interpreter is being taken down aborts the process.
+    """
     if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
-        # A failed rank must not linger in threads or destructors that wait for its peers.
-        os._exit(found.exit_code)
-    return found.exit_code
+        os._exit(code)
+    return code

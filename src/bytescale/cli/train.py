@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from bytescale.cli.ranks import fail, run_ranks, show_failure
+from bytescale.cli.ranks import end_rank, fail, run_ranks, show_failure
 from bytescale.config.overrides import parse_overrides
 from bytescale.config.schema import Config
 from bytescale.config.toml import load_config
@@ -89,7 +89,7 @@ def _train_in_this_process(config: Config, world_size: int) -> int:
     if world_size == 1:
         trainer.check(config, world_size)
     # Ranks of torchrun prepare, each in its own time, where the others know that they live.
-    return _run(trainer, config, fail)
+    return end_rank(_run(trainer, config, fail))
 
 
 def _train_on_local_ranks(config: Config, nproc: int) -> int:
