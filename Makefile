@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SET_UP := pyproject.toml constraints.txt
+# One worker a core, each with ranks of its own; the tests of a file share what they set up, so they stay together.
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-fast lint format clean
 
@@ -21,7 +24,7 @@ test: $(VENV)/.installed-dev
 	  local name="$$1"; shift; echo "== $$name"; \
 	  if "$$@"; then summary+="  ok      $$name"$$'\n'; else summary+="  FAILED  $$name"$$'\n'; failed=1; fi; \
 	}; \
-	tests() { $(BIN)/python -m pytest $(PYTEST_ARGS) 2>&1 | tee "$$log"; return "$${PIPESTATUS[0]}"; }; \
+	tests() { $(PYTEST) $(PYTEST_ARGS) 2>&1 | tee "$$log"; return "$${PIPESTATUS[0]}"; }; \
 	check "ruff check" $(BIN)/ruff check --quiet .; \
 	check "ruff format" $(BIN)/ruff format --quiet --check .; \
 	check "mypy" $(BIN)/mypy; \
@@ -32,7 +35,7 @@ test: $(VENV)/.installed-dev
 # What answers within two minutes: everything but the tests marked `long`.
 test-fast: export OMP_NUM_THREADS := 1
 test-fast: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m 'not long' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not long' $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -2,7 +2,8 @@
 
 The relaxation drops gang waiting: choose a degree and a set of ranks for each sequence so that the largest sum of times
 on a rank is least. No plan with a micro-batch for each sequence is faster; rings that share a micro-batch save a bit.
-The solver's proven bound is taken, so where it runs out of time the test is stricter, not laxer.
+The solver's proven bound is taken, so where it runs out of time the test is stricter, not laxer; it is not asked where
+the least work alone, or the longest sequence, proves the plan good enough.
 """
 
 import numpy as np
@@ -18,7 +19,7 @@ from bytescale.planner.problem import Problem, make_problem
 optimize = pytest.importorskip("scipy.optimize")
 sparse = pytest.importorskip("scipy.sparse")
 
-HDP_SIZE, NUM_CASES = 4, 60
+HDP_SIZE, NUM_CASES, NEAR = 4, 60, 1.03
 COST = preset_cost("llama-7b", "paper")
 
 
@@ -89,6 +90,12 @@ def relaxed_optimum(time_s: FloatArray) -> float:
     return float(result.mip_dual_bound) * scale
 
 
+def simple_bound(time_s: FloatArray) -> float:
+    """The larger of the least work over all ranks and the least time of the longest sequence: below the optimum."""
+    work = time_s * np.arange(1, HDP_SIZE + 1)[:, None]
+    return float(max(work.min(axis=0).sum() / HDP_SIZE, time_s.min(axis=0).max()))
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.long
 def test_within_3_percent_of_the_relaxed_optimum() -> None:
@@ -98,7 +105,9 @@ def test_within_3_percent_of_the_relaxed_optimum() -> None:
         problem = make_problem(lengths, hdp_size=HDP_SIZE, tokens_per_rank=8192, cost=COST)
         step = plan(lengths, hdp_size=HDP_SIZE, tokens_per_rank=8192, cost=COST)
         assert step.predicted is not None
-        gaps.append(step.predicted.step_time_s / relaxed_optimum(times_of(problem)))
+        step_s, time_s = step.predicted.step_time_s, times_of(problem)
+        gap = step_s / simple_bound(time_s)
+        gaps.append(gap if gap <= NEAR else step_s / relaxed_optimum(time_s))
     values = np.array(gaps)
-    assert np.mean(values <= 1.03) >= 0.9
+    assert np.mean(values <= NEAR) >= 0.9
     assert np.all(values <= 1.08)
