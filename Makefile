@@ -8,8 +8,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SET_UP := pyproject.toml constraints.txt
 # One worker a core, each with ranks of its own; the tests of a file share what they set up, so they stay together.
+# A test beyond its time ends its worker; a fresh one would only begin it again.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: quickstart test test-fast lint format clean
 
