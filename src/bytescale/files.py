@@ -5,6 +5,7 @@ brought to the disk with the directory. Cost: two waits for the disk a file.
 """
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import os
@@ -13,6 +14,9 @@ from pathlib import Path
 
 DIGEST_BYTES = 20
 """Of a checksum, BLAKE2b."""
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 StrPath = str | os.PathLike[str]
 
@@ -55,6 +59,19 @@ def sync_tree(directory: Path) -> None:
         if not path.is_symlink():
             sync(path)
     sync(directory)
+
+
+def exchange(left: Path, right: Path) -> bool:
+    """Let two directories change places in one step; False where kernel or file system cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(right))
 
 
 def file_digest(path: Path) -> str:

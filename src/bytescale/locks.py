@@ -54,6 +54,11 @@ def machine_name() -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
 
 
+def launcher_name() -> str:
+    """A name of the process that started this one; the same for a rank that it starts again."""
+    return f"{machine_name()}-{os.getppid()}"
+
+
 def is_gone(machine: str, process_id: int) -> bool:
     """Whether a process of this machine has certainly ended; False for one of another machine."""
     if machine != machine_name() or process_id < 1:

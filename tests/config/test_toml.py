@@ -58,7 +58,9 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
         *("train.steps", "train.lr", "train.min_lr_ratio", "train.warmup_steps", "train.weight_decay"),
         *("train.beta1", "train.beta2", "train.grad_clip", "train.device", "train.dtype"),
         *("train.activation_checkpointing", "train.seed", "train.compute_threads", "train.on_nonfinite"),
+        "train.max_skipped_steps",
         *("eval.every", "eval.source", "eval.path", "eval.tokens", "eval.sequences"),
+        *("checkpoint.every", "checkpoint.keep", "checkpoint.dir", "checkpoint.async", "checkpoint.resume"),
         *("run.dir", "run.overwrite", "run.save_model", "run.writers", "run.comm_timeout_s"),
     ]
 
@@ -73,7 +75,7 @@ def field_texts() -> dict[str, str]:
         if isinstance(node, ast.ClassDef) and node.name in sections:
             for declared, below in pairwise(node.body):
                 if isinstance(declared, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    key = f"{sections[node.name]}.{declared.target.id}"  # type: ignore[union-attr]
+                    key = f"{sections[node.name]}.{declared.target.id.removesuffix('_')}"  # type: ignore[union-attr]
                     texts[key] = " ".join(below.value.value.split())  # type: ignore[attr-defined]
     return texts
 

@@ -51,7 +51,7 @@ def kill_at(number: int, run_dir: Path, *, exchange: bool) -> bool:
                     os._exit(1)
 
         if not exchange:
-            model_dir._exchange = lambda left, right: False  # type: ignore[assignment]
+            model_dir.exchange = lambda left, right: False  # type: ignore[assignment]
         sys.setprofile(watch)
         with replacing(run_dir / "model") as directory:
             fill(directory, "new")
@@ -91,10 +91,10 @@ def test_the_kernel_exchanges_directories_here(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    assert model_dir._exchange(tmp_path / "a", tmp_path / "b")
+    assert model_dir.exchange(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
     with pytest.raises(OSError) as caught:
-        model_dir._exchange(tmp_path / "a", tmp_path / "c")
+        model_dir.exchange(tmp_path / "a", tmp_path / "c")
     assert caught.value.errno == errno.ENOENT
 
 

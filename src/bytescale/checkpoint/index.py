@@ -89,9 +89,24 @@ def read_index(text: bytes, source: str) -> Index:
         UserError: it is not an index, or a tensor is not covered by its parts; names `source`.
     """
     try:
-        index = {name: _stored(entry) for name, entry in json.loads(text).items()}
+        index = parse_index(text)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{source} is not the index of a checkpoint: {type(error).__name__}: {error}") from None
+    check_index(index, source)
+    return index
+
+
+def parse_index(text: bytes) -> Index:
+    """What `write_index` wrote, of one file or of all."""
+    return {name: _stored(entry) for name, entry in json.loads(text).items()}
+
+
+def check_index(index: Index, source: str) -> None:
+    """Whether the parts of every tensor make the whole.
+
+    Raises:
+        UserError: they do not; names `source`.
+    """
     for name, tensor in index.items():
         inside = all(
             len(part.offset) == len(part.shape) == len(tensor.shape)
@@ -103,7 +118,6 @@ def read_index(text: bytes, source: str) -> Index:
         )
         if not inside or sum(math.prod(part.shape) for part in tensor.parts) != math.prod(tensor.shape):
             raise UserError(f"{source}: the parts of {name} do not make the whole of shape {tensor.shape}")
-    return index
 
 
 def _stored(entry: Any) -> StoredTensor:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from bytescale.cli.ranks import end_rank, fail, run_ranks, show_failure
-from bytescale.config.overrides import parse_overrides
+from bytescale.config.overrides import Override, parse_overrides
 from bytescale.config.schema import Config
 from bytescale.config.toml import load_config
 from bytescale.errors import RunError, UserError
@@ -23,24 +23,28 @@ from bytescale.launch import ignore_input, interruptible, run_apart, shared_thre
 from bytescale.report import read_summary, summary_table, write_report
 from bytescale.report.output import say, say_table
 from bytescale.train.checks import check_first
+from bytescale.train.resuming.origin import checkpoint_dir
 
 
 @click.command(
     "train",
     context_settings={"ignore_unknown_options": True},
-    options_metavar="CONFIG [--nproc N] [--dry-run [--world N]] [--section.key value ...]",
+    options_metavar="CONFIG [--nproc N] [--resume auto|PATH|off] [--dry-run [--world N]] [--section.key value ...]",
 )
 @click.option("--nproc", type=int, help="Number of local ranks; without it one process trains.")
+@click.option("--resume", help="auto, a checkpoint or run directory to go on from, or off; checkpoint.resume.")
 @click.option("--dry-run", is_flag=True, help="Check everything, show what a run would open with, start nothing.")
 @click.option("--world", type=int, help="With --dry-run: number of ranks that the run is to have.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
-def train(nproc: int | None, dry_run: bool, world: int | None, arguments: tuple[str, ...]) -> int:
+def train(nproc: int | None, resume: str | None, dry_run: bool, world: int | None, arguments: tuple[str, ...]) -> int:
     """Train a model as the TOML file CONFIG says.
 
     Any configuration key can be overridden: --train.steps 20, --plan.tokens-per-rank=4096, --model.config.hidden_size
     64. Under torchrun, call it as `torchrun ... -m bytescale train CONFIG`.
     """
-    overrides, rest = parse_overrides(arguments, ("--nproc", "--dry-run", "--world"))
+    overrides, rest = parse_overrides(arguments, ("--nproc", "--resume", "--dry-run", "--world"))
+    if resume is not None:
+        overrides.append(Override(("checkpoint", "resume"), resume))
     if len(rest) != 1:
         raise UserError(f"one configuration file is needed, {len(rest)} are given" + "".join(f" {w}" for w in rest[:3]))
     config = load_config(Path(rest[0]), overrides)
@@ -67,8 +71,8 @@ def _check_world(nproc: int | None, dry_run: bool, world: int | None) -> None:
 
 def _dry_run(config: Config, world_size: int) -> int:
     """Show what a run of that size would open with, and leave nothing behind."""
-    run_dir = Path(config.run.dir)
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    places = [Path(config.run.dir), checkpoint_dir(config)]
+    made = sorted({p for place in places for p in (place, *place.parents) if not p.exists()}, reverse=True)
     try:
         check_first(config, world_size)
         for line in _trainer().dry_run(config, world_size):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from bytescale.config.data import DataConfig, Source
 from bytescale.config.fields import path_field, require, require_at_least, require_choice, unit_field
-from bytescale.config.run import RunConfig
+from bytescale.config.run import CheckpointConfig, RunConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
@@ -214,6 +214,9 @@ class TrainConfig:
     """What a loss or gradient norm that is not finite does: `stop` ends the run with the weights before that step,
     `skip` leaves the update of the step out and counts it."""
 
+    max_skipped_steps: int = 10
+    """with `on_nonfinite = "skip"`: steps in a row whose update may be left out; one more ends the run"""
+
     def __post_init__(self) -> None:
         require_choice("train.device", self.device, Device)
         require_choice("train.dtype", self.dtype, DType)
@@ -221,7 +224,7 @@ class TrainConfig:
         require_choice("train.on_nonfinite", self.on_nonfinite, OnNonfinite)
         for name in ("steps", "compute_threads"):
             require_at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("warmup_steps", "weight_decay", "grad_clip", "seed"):
+        for name in ("warmup_steps", "weight_decay", "grad_clip", "seed", "max_skipped_steps"):
             require_at_least(f"train.{name}", getattr(self, name), 0)
         require(0 < self.lr <= MAX_RATE, f"train.lr = {self.lr}; it must be above 0 and at most {MAX_RATE:g}")
         require(
@@ -278,4 +281,5 @@ class Config:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)

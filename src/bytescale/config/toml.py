@@ -82,7 +82,7 @@ def write_config(config: Config, path: Path) -> None:
 
 
 def _table(section: Any) -> dict[str, Any]:
-    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    values = {_key(field.name): getattr(section, field.name) for field in dataclasses.fields(section)}
     kept = {key: value for key, value in values.items() if value is not None and value != ()}
     return {key: [*map(_plain, value)] if isinstance(value, tuple) else value for key, value in kept.items()}
 
@@ -95,13 +95,23 @@ def config_keys() -> list[str]:
     """Every `section.key` there is, in order of definition; a key of an array of tables only where it has no other."""
     keys = []
     for name, cls in _sections().items():
-        own = [field.name for field in dataclasses.fields(cls)]
-        for key in own:
+        own = _fields(cls)
+        for key, field in own.items():
             keys.append(f"{name}.{key}")
-            entry = _entry_class(get_type_hints(cls)[key])
-            inner = dataclasses.fields(entry) if entry is not None else ()
-            keys += [f"{name}.{key}.{field.name}" for field in inner if field.name not in own]
+            entry = _entry_class(get_type_hints(cls)[field.name])
+            inner = _fields(entry) if entry is not None else ()
+            keys += [f"{name}.{key}.{other}" for other in inner if other not in own]
     return keys
+
+
+def _key(field_name: str) -> str:
+    """The key of a field; one that is a word of Python ends in an underscore there."""
+    return field_name.removesuffix("_")
+
+
+def _fields(section_class: Any) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a section by their keys."""
+    return {_key(field.name): field for field in dataclasses.fields(section_class)}
 
 
 def _sections() -> dict[str, Any]:
@@ -135,7 +145,7 @@ def _check_names(table: dict[str, Any]) -> None:
 
 
 def _check_key(section: str, key: str, cls: Any = None) -> None:
-    known = [field.name for field in dataclasses.fields(cls or _sections()[section])]
+    known = _fields(cls or _sections()[section])
     if key in known:
         return
     elsewhere = [name for name in config_keys() if name.split(".")[-1] == key]
@@ -148,7 +158,7 @@ def _apply(table: dict[str, Any], override: Override) -> None:
     if section not in _sections():
         raise UserError(f"unknown section in {override.option}; {nearest(section, _sections())}")
     _check_key(section, key)
-    hint = get_type_hints(_sections()[section])[key]
+    hint = get_type_hints(_sections()[section])[_fields(_sections()[section])[key].name]
     entry = _entry_class(hint)
     if inner and entry is not None:
         _apply_to_entry(table.get(section, {}).get(key), override, entry)
@@ -223,10 +233,10 @@ def _override_value(override: Override, hint: Any, free: bool) -> Any:
 def _build(cls: Any, section: str, table: dict[str, Any]) -> Any:
     hints = get_type_hints(cls)
     values = {}
-    for field in dataclasses.fields(cls):
-        name, hint = f"{section}.{field.name}", hints[field.name]
-        if field.name in table:
-            values[field.name] = _value(name, table[field.name], hint, field.metadata)
+    for key, field in _fields(cls).items():
+        name, hint = f"{section}.{key}", hints[field.name]
+        if key in table:
+            values[field.name] = _value(name, table[key], hint, field.metadata)
         elif isinstance(field.default, str):
             # A default is read like any other text: `runs/default` is a path too.
             values[field.name] = _value(name, field.default, hint, field.metadata)

@@ -68,6 +68,9 @@ def launch(
     ]
     with recorded() as received, _children(main, list(enumerate(environments))) as children:
         _supervise(children, received, stop_patience_s)
+    if all(child.exit_code == 0 for child in children):
+        # They have come to their end, or a signal found all stored that a next run needs.
+        return None
     last_step = _last_step(run_dir, started_s)
     _raise_interrupted(children, received, after_step(last_step))
     return _cause(children, last_step)

@@ -8,7 +8,7 @@ from types import FrameType
 from bytescale.errors import Interrupted
 from bytescale.launch.failure import signal_name
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """What asks a process to end."""
 
 

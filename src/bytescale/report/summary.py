@@ -68,6 +68,8 @@ class RunSummary(RunIdentity):
         targets: targets trained on; these are the `tokens` of metrics.jsonl.
         status: `finished`, `stopped` by a signal, or `failed`.
         num_nonfinite_steps: steps whose update was left out because loss or gradients were not finite.
+        num_failed_checkpoints: checkpoints that could not be written.
+        restarts: how often the run began again, from a checkpoint or from the start.
         num_evaluations: evaluations on held-out documents.
         eval_loss_first, eval_loss_last, eval_loss_best: what the first, the last and the best of them found.
         sources: (name, sequences, tokens) that each source gave; empty for one source.
@@ -100,6 +102,8 @@ class RunSummary(RunIdentity):
     targets: int = 0
     status: str = "finished"
     num_nonfinite_steps: int = 0
+    num_failed_checkpoints: int = 0
+    restarts: int = 0
     num_evaluations: int = 0
     eval_loss_first: float | None = None
     eval_loss_last: float | None = None

@@ -74,6 +74,11 @@ class Presence:
             self._beat()
             self._thread.start()
 
+    def another_store(self) -> Any:
+        """The store where the ranks meet, over a connection of its own, for another thread."""
+        store: Any = self.store
+        return store.clone()
+
     def doing(self, what: str) -> None:
         """What this rank is doing while others may wait for it, in words like `prepares data`."""
         self._state = what

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from bytescale.arrays import IntArray
 from bytescale.config.schema import ParallelConfig
 from bytescale.errors import CommunicationError
+from bytescale.locks import launcher_name
 from bytescale.plan.order import FORWARD
 from bytescale.runtime.grid import Grid
 from bytescale.runtime.p2p import PeerToPeer, collective, first_line
@@ -129,7 +130,7 @@ class World:
 
 def process_identity(rank: int) -> dict[str, Any]:
     """One entry of `processes.json`."""
-    return {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+    return {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "launcher": launcher_name()}
 
 
 @contextmanager

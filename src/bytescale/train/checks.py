@@ -16,7 +16,8 @@ from bytescale.planner import STRATEGIES
 from bytescale.report.writers import check_writers
 from bytescale.runtime.model.origin import check_origin
 from bytescale.train.evaluation.held_out import check_held_out
-from bytescale.train.run_dir import check_run_dir
+from bytescale.train.resuming.origin import checkpoint_dir, find_origin
+from bytescale.train.run_dir import check_checkpoint_dir, check_run_dir
 
 
 def check_first(config: Config, world_size: int) -> None:
@@ -43,4 +44,17 @@ def check_first(config: Config, world_size: int) -> None:
                 f"plan.profile was measured on ranks of one device, parallel.tp_size is {config.parallel.tp_size}; "
                 "leave plan.profile out"
             )
-    check_run_dir(Path(config.run.dir), save_model=config.run.save_model, overwrite=config.run.overwrite)
+    check_directories(config)
+
+
+def check_directories(config: Config) -> None:
+    """Whether the run can write where it will, and go on from what it is to go on from.
+
+    Raises:
+        UserError: it cannot.
+    """
+    origin = find_origin(config)
+    overwrite = config.run.overwrite or origin.may_clear
+    check_run_dir(Path(config.run.dir), save_model=config.run.save_model, overwrite=overwrite, goes_on=origin.goes_on)
+    if config.checkpoint.every is not None:
+        check_checkpoint_dir(checkpoint_dir(config), overwrite=overwrite, goes_on=origin.goes_on)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bytescale.checkpoint.writer import Saved
 from bytescale.config.schema import Config
 from bytescale.config.toml import config_to_dict, write_config
 from bytescale.data import StepData
@@ -30,14 +31,20 @@ from bytescale.train.measure.metrics import MetricsFile, StepMetrics
 from bytescale.train.measure.timeline import shift_to_zero
 from bytescale.train.offload import why_nothing_moved
 from bytescale.train.prepare import Prepared
-from bytescale.train.run_dir import open_run_dir, writing
+from bytescale.train.resuming.origin import checkpoint_dir
+from bytescale.train.resuming.start import Start
+from bytescale.train.run_dir import open_checkpoint_dir, open_run_dir, writing
 from bytescale.train.summary import RunTotals
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 
 class Reporter:
-    """The voice of a run; `open_reporter` makes it, on rank 0."""
+    """The voice of a run; `open_reporter` makes it, on rank 0.
+
+    Attributes:
+        last_saved: the step of the newest checkpoint of this process; None before the first.
+    """
 
     def __init__(
         self,
@@ -54,6 +61,8 @@ class Reporter:
         self._run_dir = Path(config.run.dir)
         self._warned: set[str] = set()
         self._has_ended = False
+        self._checkpoint_wait_s = 0.0
+        self.last_saved: int | None = None
 
     def note(self, text: str) -> None:
         """Show a line now, and again in the report."""
@@ -62,7 +71,14 @@ class Reporter:
 
     def step(self, data: StepData, metrics: StepMetrics, evaluation: Evaluation | None = None) -> None:
         """Write and show a step that has ended, and the evaluation that followed it."""
-        line = metrics.to_json() | {"comm_bytes_static": data.static_bytes, "timestamp": round(time.time(), 3)}
+        line = metrics.to_json() | {
+            "comm_bytes_static": data.static_bytes,
+            "timestamp": round(time.time(), 3),
+            "restarts": self._totals.restarts,
+            "checkpoint_wait_s": self._checkpoint_wait_s,
+            "failed_checkpoints": self._totals.num_failed_checkpoints,
+        }
+        self._checkpoint_wait_s = 0.0
         given = self._prepared.dataset.given(data.batch.sequence_ids)
         if len(given) > 1:
             line["sources"] = {name: {"sequences": sequences, "tokens": t} for name, (sequences, t) in given.items()}
@@ -90,6 +106,30 @@ class Reporter:
         if not metrics.is_finite:
             yield "nonfinite", f"step {metrics.step}: loss or gradients are not finite, so its update was left out"
 
+    def totals(self) -> dict[str, Any]:
+        """The sums over the steps so far, for a checkpoint."""
+        return self._totals.to_dict()
+
+    def bring_to_disk(self) -> None:
+        """Bring the lines of all steps to the disk.
+
+        Raises:
+            OSError: that failed.
+        """
+        self._metrics_file.sync()
+
+    def waited_for_checkpoint(self, seconds: float) -> None:
+        """A step waited so long; the next line says it."""
+        self._checkpoint_wait_s += seconds
+
+    def checkpoint(self, saved: Saved) -> None:
+        """A checkpoint has been published, or could not be written."""
+        if saved.failure is None:
+            self.last_saved = saved.step
+            return
+        self._totals.add_failed_checkpoint()
+        self.note(f"no checkpoint after step {saved.step}: {saved.failure}; the run goes on and tries again")
+
     def write_ending(self, status: str, traces: Iterable[Sequence[Span]]) -> None:
         """Trace and summary, and one line if the run ended early; later requests change nothing."""
         if self._has_ended:
@@ -98,7 +138,8 @@ class Reporter:
         model = self._run_dir / "model"
         saved = f"model saved in {shown(model)}" if self._config.run.save_model else "no model saved (run.save_model)"
         if status == STOPPED:
-            self.note(f"stopped after step {self._totals.num_steps}; {saved}")
+            go_on = f"; go on with --resume auto from step {self.last_saved}" if self.last_saved is not None else ""
+            self.note(f"stopped after step {self._totals.num_steps}; {saved}{go_on}")
         elif self._config.plan.strategy == "chunked" and self._totals.num_chunked_steps == 0:
             self.note(f"strategy chunked made no chunk in {counted(self._totals.num_steps, 'step')}")
         with writing(self._run_dir):
@@ -108,21 +149,31 @@ class Reporter:
 
 @contextmanager
 def open_reporter(
-    config: Config, prepared: Prepared, world: World, identities: Sequence[Mapping[str, Any]], num_parameters: int
+    config: Config,
+    prepared: Prepared,
+    world: World,
+    identities: Sequence[Mapping[str, Any]],
+    num_parameters: int,
+    start: Start,
 ) -> Iterator[Reporter]:
     """Hold the run directory and say what the run begins with."""
-    run_dir = Path(config.run.dir)
+    run_dir, origin = Path(config.run.dir), start.origin
+    last_step = start.step if origin.goes_on else 0
     with ExitStack() as stack:
-        stack.enter_context(open_run_dir(run_dir, overwrite=config.run.overwrite))
+        overwrite = config.run.overwrite or origin.may_clear
+        stack.enter_context(open_run_dir(run_dir, overwrite=overwrite, goes_on=origin.goes_on))
+        given_up = stack.enter_context(open_checkpoint_dir(checkpoint_dir(config), last_step))
         with writing(run_dir):
             write_config(config, run_dir / "config.toml")
             write_text_atomically(run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
-        metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl"))
+        metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl", last_step))
         progress = stack.enter_context(Progress(config.train.steps))
-        totals = RunTotals(run_identity(config, world, num_parameters), prepared.dataset)
+        identity = run_identity(config, world, num_parameters)
+        totals = RunTotals(identity, prepared.dataset, start.totals, start.restarts)
         writers = open_writers(config.run.writers, run_dir, config_to_dict(config))
         reporter = Reporter(config, prepared, totals, metrics_file, progress, stack.enter_context(writers))
-        for note in prepared.lines:
+        removed = (f"removed {', '.join(given_up)}: not of this course of the run",) if given_up and last_step else ()
+        for note in (*prepared.lines, *start.notes, *removed):
             reporter.note(note)
         yield reporter
 

@@ -1,4 +1,6 @@
-"""Ending a run on request: the first SIGINT or SIGTERM ends it after the step under way, a second one at once.
+"""Ending a run on request: the first SIGINT, SIGTERM or SIGUSR1 ends it after the step under way, a second one at once.
+
+Schedulers send SIGTERM or SIGUSR1 some time before they take a machine away.
 
 What was ignored when the process began, as under nohup, stays ignored. A signal may arrive while the main thread waits
 inside a library, where Python runs no handler, so a thread of its own reads what the interpreter's C handler writes
@@ -12,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -34,7 +36,7 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Inside the block SIGINT and SIGTERM are requests; afterwards they are what they were. Main thread only."""
+    """Inside the block these signals are requests; afterwards they are what they were. Main thread only."""
     request = StopRequest()
     handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     reader, writer = socket.socketpair()

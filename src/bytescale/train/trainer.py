@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from bytescale.arrays import IntArray
 from bytescale.config.schema import Config
@@ -44,6 +45,9 @@ from bytescale.train.offload import open_offloader
 from bytescale.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from bytescale.train.prepare import Prepared, prepare, static_bytes
 from bytescale.train.reporter import FAILED, FINISHED, STOPPED, Reporter, open_reporter
+from bytescale.train.resuming.checkpoints import Checkpoints
+from bytescale.train.resuming.resume import check_resume, resume
+from bytescale.train.resuming.start import Start
 from bytescale.train.saving.checkpoint import check_shared, save_model
 from bytescale.train.step import run_step
 from bytescale.train.stopping import StopRequest, stop_request
@@ -60,7 +64,7 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         UserError: the run cannot work; one line.
     """
-    prepare(config, world_size)
+    check_resume(config, prepare(config, world_size), world_size)
 
 
 def dry_run(config: Config, world_size: int) -> tuple[str, ...]:
@@ -69,7 +73,9 @@ def dry_run(config: Config, world_size: int) -> tuple[str, ...]:
     Raises:
         UserError: the run cannot work; one line.
     """
-    return prepare(config, world_size).lines
+    prepared = prepare(config, world_size)
+    check_resume(config, prepared, world_size)
+    return prepared.lines
 
 
 def preload(config: Config) -> None:
@@ -89,7 +95,8 @@ def run(config: Config, lost: Lost | None = None) -> int | None:
         lost: ends this rank when another one is lost and the main thread does not come upon it.
 
     Returns:
-        None, or the signal that ended the run early; what was reached is saved.
+        None, or the signal that ended the run early; what was reached is saved. None too where a scheduler's signal
+        ended it and a checkpoint holds all that a next run needs.
 
     Raises:
         UserError: bad configuration or data.
@@ -118,7 +125,7 @@ def run(config: Config, lost: Lost | None = None) -> int | None:
             kernel = select_kernel(world.device)
             # Posting a transfer to a rank that is gone fails at once, wherever it is posted.
             with open_offloader(config, model, world) as offloader, collective(world.rank, "an exchange"):
-                return Trainer(config, prepared, world, model, kernel, offloader).train()
+                return Trainer(config, prepared, world, model, kernel, offloader, here.another_store()).train()
 
 
 def _say_waiting(line: str) -> None:
@@ -161,7 +168,9 @@ class Trainer:
         model: LossModel,
         kernel: AttentionKernel,
         offloader: Offloader | None,
+        store: Store,
     ) -> None:
+        self.store = store
         self.config, self.prepared, self.world = config, prepared, world
         self.model, self.kernel, self.offloader = model, kernel, offloader
         self.optimizer = make_optimizer(model, config.train)
@@ -177,32 +186,46 @@ class Trainer:
             RunError: training diverged; what was reached before is saved.
         """
         with ExitStack() as stack:
-            reporter = stack.enter_context(self._reporter())
+            start = resume(self.config, self.prepared, self.world, self.model, self.optimizer)
+            reporter = stack.enter_context(self._reporter(start))
             stop = stack.enter_context(stop_request())
-            agreed, loader = None, stack.enter_context(self._loader())
+            checkpoints = self._checkpoints(start, reporter)
+            num_skipped = start.num_skipped_in_a_row
+            agreed, loader = None, stack.enter_context(self._loader(start))
             for data in loader:  # prepare_step: lengths -> plan -> proof -> pieces, one step ahead
                 begin_ns = time.perf_counter_ns()
                 reset_peak_memory(self.world.device)
                 result = run_step(self.model, self.kernel, self.world, data, self.offloader)  # -> gradients
-                agreed = agree(self.world, data, result, self._gradient_norm(data.step), stop.signal_number)
+                norm = self._gradient_norm(data.step)
+                agreed = agree(self.world, data, result, norm, stop.signal_number, num_skipped)
+                num_skipped = agreed.num_skipped_in_a_row
                 update = self._update(data.step, agreed)  # -> weights
                 metrics = self._metrics(data, result, agreed, begin_ns, update)
                 evaluation = self._evaluate(agreed, stop)
                 if reporter is not None:
                     reporter.step(data, metrics, evaluation)
-                if agreed.ends_run(self.config.train.on_nonfinite):
+                checkpoints.after(data, agreed)
+                if agreed.ends_run(self.config.train):
                     break
-            return self._finish(reporter, agreed)
+            checkpoints.close()
+            return self._finish(reporter, agreed, checkpoints)
 
-    def _loader(self) -> StepLoader:
+    def _loader(self, start: Start) -> StepLoader:
         return StepLoader(
             self.prepared.dataset,
             self.config.batch,
             self.config.train.seed,
             self.prepared.planner,
             self.world.hdp_rank,
-            num_steps=self.config.train.steps,
+            state=start.loader,
+            num_steps=max(0, self.config.train.steps - start.step),
+            first_step=start.step + 1,
             static_bytes=self._static_bytes if self.world.rank == 0 else None,
+        )
+
+    def _checkpoints(self, start: Start, reporter: Reporter | None) -> Checkpoints:
+        return Checkpoints(
+            self.config, self.prepared, self.world, self.store, self.model, self.optimizer, start, reporter
         )
 
     def _static_bytes(self, lengths: IntArray) -> int | None:
@@ -214,7 +237,7 @@ class Trainer:
         return float(sum(p.numel() for p in self.model.parameters() if p is not self.model.copied_weight()))
 
     @contextmanager
-    def _reporter(self) -> Iterator[Reporter | None]:
+    def _reporter(self, start: Start) -> Iterator[Reporter | None]:
         """Rank 0's reporter, None elsewhere."""
         with collective(self.world.rank, "starting the run"):
             identities = self.world.gather_objects(process_identity(self.world.rank))
@@ -225,7 +248,7 @@ class Trainer:
             self._check_shared()
             yield None
             return
-        with open_reporter(self.config, self.prepared, self.world, identities, num_parameters) as reporter:
+        with open_reporter(self.config, self.prepared, self.world, identities, num_parameters, start) as reporter:
             self._check_shared()
             try:
                 yield reporter
@@ -276,14 +299,14 @@ class Trainer:
         """The loss on held-out documents, after the steps that `[eval]` names and the last one."""
         held_out, every, step = self.prepared.held_out, self.config.eval.every, agreed.step
         due = step == self.config.train.steps or (every > 0 and step % every == 0)
-        if held_out is None or not due or agreed.ends_run(self.config.train.on_nonfinite):
+        if held_out is None or not due or agreed.ends_run(self.config.train):
             return None
         is_unwanted = lambda: stop.signal_number != 0  # noqa: E731
         return evaluate(self.model, self.kernel, self.world, self.prepared, held_out, is_unwanted)
 
-    def _finish(self, reporter: Reporter | None, agreed: Agreed | None) -> int | None:
+    def _finish(self, reporter: Reporter | None, agreed: Agreed | None, checkpoints: Checkpoints) -> int | None:
         """Model first, then trace and summary; `agreed` is that of the last step."""
-        failure = agreed.failure(self.config.train.on_nonfinite) if agreed is not None else None
+        failure = agreed.failure(self.config.train) if agreed is not None else None
         stopped = agreed is not None and not failure and agreed.step < self.config.train.steps
         if self.config.run.save_model:
             with collective(self.world.rank, "saving the model"):
@@ -294,4 +317,5 @@ class Trainer:
             reporter.write_ending(FAILED if failure else STOPPED if stopped else FINISHED, traces)
         if failure is not None:
             raise RunError(failure)
-        return agreed.signal_number if agreed is not None and stopped else None
+        is_asked = agreed is not None and stopped and not checkpoints.answer(agreed)
+        return agreed.signal_number if agreed is not None and is_asked else None

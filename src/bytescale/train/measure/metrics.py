@@ -12,12 +12,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from bytescale.config.schema import TrainConfig
 from bytescale.data import StepData
 from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.p2p import collective
@@ -35,33 +36,39 @@ class Agreed:
         loss: mean over the targets of the global batch.
         grad_norm: global norm before clipping.
         signal_number: a signal that asked some rank to stop, or 0.
+        num_skipped_in_a_row: steps up to this one whose update was left out; 0 where this one's was not.
     """
 
     step: int
     loss: float
     grad_norm: float
     signal_number: int
+    num_skipped_in_a_row: int = 0
 
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
-    def failure(self, on_nonfinite: str) -> str | None:
+    def failure(self, config: TrainConfig) -> str | None:
         """Why the run cannot go on; None where it can."""
-        if self.is_finite or on_nonfinite == "skip":
+        skips = config.on_nonfinite == "skip"
+        if self.is_finite or (skips and self.num_skipped_in_a_row <= config.max_skipped_steps):
             return None
         what, value = ("gradient norm", self.grad_norm) if math.isfinite(self.loss) else ("loss", self.loss)
+        often = f" for {self.num_skipped_in_a_row} steps (train.max_skipped_steps = {config.max_skipped_steps})" * skips
         return (
-            f"step {self.step}: the {what} is {value}, training has diverged; lower train.lr or train.grad_clip, or "
-            "raise train.warmup_steps"
+            f"step {self.step}: the {what} is {value}{often}, training has diverged; lower train.lr or "
+            "train.grad_clip, or raise train.warmup_steps"
         )
 
-    def ends_run(self, on_nonfinite: str) -> bool:
+    def ends_run(self, config: TrainConfig) -> bool:
         """Whether no step may follow this one."""
-        return self.signal_number != 0 or self.failure(on_nonfinite) is not None
+        return self.signal_number != 0 or self.failure(config) is not None
 
 
-def agree(world: World, data: StepData, result: StepResult, grad_norm: float, signal_number: int) -> Agreed:
+def agree(
+    world: World, data: StepData, result: StepResult, grad_norm: float, signal_number: int, num_skipped_before: int = 0
+) -> Agreed:
     """Loss and requests to stop, the same on every rank, beside the gradient norm; a collective.
 
     Args:
@@ -70,15 +77,17 @@ def agree(world: World, data: StepData, result: StepResult, grad_norm: float, si
         result: of this rank.
         grad_norm: global norm of the gradients, which every rank has.
         signal_number: what asked this rank to stop, 0 for nothing.
+        num_skipped_before: steps in a row before this one whose update was left out.
     """
     with collective(world.rank, f"step {data.step}: the loss"):
         loss_sum, signals = world.all_gather_numbers([result.loss_sum, float(signal_number)]).T
-    return Agreed(
+    agreed = Agreed(
         step=data.step,
         loss=float(loss_sum.sum()) / data.batch.total_targets,
         grad_norm=grad_norm,
         signal_number=int(signals.max()),
     )
+    return agreed if agreed.is_finite else replace(agreed, num_skipped_in_a_row=num_skipped_before + 1)
 
 
 @dataclass(frozen=True)
@@ -183,10 +192,13 @@ def asked_tokens(plan: StepPlan) -> int:
 class MetricsFile:
     """`metrics.jsonl`, written line by line so that a killed run keeps what it reached. Every line is whole."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, last_step: int = 0) -> None:
+        """Open it for the steps after `last_step`; lines of later ones, and half a line at the end, go."""
         self._path = path
         with writing(path):
-            self._file = path.open("wb", buffering=0)
+            self._file = path.open("ab+", buffering=0)
+            self._file.truncate(_end_of_step(path.read_bytes(), last_step))
+            self._file.seek(0, os.SEEK_END)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line.
@@ -204,8 +216,30 @@ class MetricsFile:
                 self._file.truncate(begin)
                 raise
 
+    def sync(self) -> None:
+        """Bring what was written to the disk.
+
+        Raises:
+            OSError: that failed.
+        """
+        os.fsync(self._file.fileno())
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _end_of_step(text: bytes, last_step: int) -> int:
+    """Where the lines of steps up to `last_step` end in `metrics.jsonl`."""
+    end = 0
+    for line in text.splitlines(keepends=True):
+        try:
+            is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= last_step
+        except (ValueError, LookupError, TypeError):
+            break
+        if not is_kept:
+            break
+        end += len(line)
+    return end

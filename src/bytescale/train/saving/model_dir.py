@@ -10,8 +10,6 @@ there is no NAME.
 Cost: one pass over the new files to bring them to the disk.
 """
 
-import ctypes
-import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,10 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bytescale.errors import RunError
-from bytescale.files import sync, sync_tree
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+from bytescale.files import exchange, sync, sync_tree
 
 
 def under_way(target: Path) -> Path:
@@ -58,7 +53,7 @@ def replace_directory(new: Path, target: Path) -> None:
     if not target.exists():
         os.rename(new, target)
         sync(target.parent)
-    elif _exchange(new, target):
+    elif exchange(new, target):
         sync(target.parent)
         shutil.rmtree(new, ignore_errors=True)
     else:
@@ -102,16 +97,3 @@ def _whole(target: Path) -> Path:
 
 def _old(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
-
-
-def _exchange(left: Path, right: Path) -> bool:
-    """Let two directories change places in one step; False where kernel or file system cannot."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _CANNOT_EXCHANGE:
-        return False
-    raise OSError(number, os.strerror(number), str(right))
