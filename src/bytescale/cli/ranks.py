@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bytescale.config.schema import Config
@@ -10,18 +10,26 @@ from bytescale.launch import RankFailure, complaint, describe, launch, rendezvou
 from bytescale.report.output import say
 
 
-def run_ranks(nproc: int, main: Callable[[], int | None], config: Config) -> RankFailure | None:
+def run_ranks(
+    nproc: int, main: Callable[[], int | None], config: Config, environment: Mapping[str, str] | None = None
+) -> RankFailure | None:
     """Run `main` as `nproc` ranks that meet on this machine; torch has been imported.
+
+    Args:
+        nproc: number of ranks.
+        main: what a rank does.
+        config: the run.
+        environment: added to that of the ranks.
 
     Returns:
         None, or the failure that ended them.
     """
-    with rendezvous() as environment:
+    with rendezvous() as meeting:
         return launch(
             nproc,
             main,
             run_dir=Path(config.run.dir),
-            environment=environment,
+            environment={**meeting, **(environment or {})},
             stop_patience_s=config.run.comm_timeout_s,
         )
 

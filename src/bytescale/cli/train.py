@@ -19,30 +19,52 @@ from bytescale.config.schema import Config
 from bytescale.config.toml import load_config
 from bytescale.errors import RunError, UserError
 from bytescale.files import shown
-from bytescale.launch import ignore_input, interruptible, run_apart, shared_threads, torchrun
+from bytescale.launch import (
+    ATTEMPT_VARIABLE,
+    RankFailure,
+    ignore_input,
+    interruptible,
+    run_apart,
+    run_with_restarts,
+    shared_threads,
+    torchrun,
+)
 from bytescale.report import read_summary, summary_table, write_report
 from bytescale.report.output import say, say_table
 from bytescale.train.checks import check_first
 from bytescale.train.resuming.origin import checkpoint_dir
 
+_OPTIONS = ("--nproc", "--restarts", "--min-nproc", "--resume", "--dry-run", "--world")
+
 
 @click.command(
     "train",
     context_settings={"ignore_unknown_options": True},
-    options_metavar="CONFIG [--nproc N] [--resume auto|PATH|off] [--dry-run [--world N]] [--section.key value ...]",
+    options_metavar="CONFIG [--nproc N [--restarts N [--min-nproc N]]] [--resume auto|PATH|off] "
+    "[--dry-run [--world N]] [--section.key value ...]",
 )
 @click.option("--nproc", type=int, help="Number of local ranks; without it one process trains.")
+@click.option("--restarts", type=int, default=0, help="How often to start again after a failure; needs checkpoints.")
+@click.option("--min-nproc", type=int, help="With --restarts: one rank fewer each time, down to this number.")
 @click.option("--resume", help="auto, a checkpoint or run directory to go on from, or off; checkpoint.resume.")
 @click.option("--dry-run", is_flag=True, help="Check everything, show what a run would open with, start nothing.")
 @click.option("--world", type=int, help="With --dry-run: number of ranks that the run is to have.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="")
-def train(nproc: int | None, resume: str | None, dry_run: bool, world: int | None, arguments: tuple[str, ...]) -> int:
+def train(
+    nproc: int | None,
+    restarts: int,
+    min_nproc: int | None,
+    resume: str | None,
+    dry_run: bool,
+    world: int | None,
+    arguments: tuple[str, ...],
+) -> int:
     """Train a model as the TOML file CONFIG says.
 
     Any configuration key can be overridden: --train.steps 20, --plan.tokens-per-rank=4096, --model.config.hidden_size
     64. Under torchrun, call it as `torchrun ... -m bytescale train CONFIG`.
     """
-    overrides, rest = parse_overrides(arguments, ("--nproc", "--resume", "--dry-run", "--world"))
+    overrides, rest = parse_overrides(arguments, _OPTIONS)
     if resume is not None:
         overrides.append(Override(("checkpoint", "resume"), resume))
     if len(rest) != 1:
@@ -50,12 +72,13 @@ def train(nproc: int | None, resume: str | None, dry_run: bool, world: int | Non
     config = load_config(Path(rest[0]), overrides)
     _check_world(nproc, dry_run, world)
     world_size = torchrun.world_size(os.environ, nproc)
+    _check_restarts(config, nproc, restarts, min_nproc, world_size)
     with interruptible():
         if dry_run:
             return _dry_run(config, world or nproc or world_size or 1)
-        if nproc is None or nproc == 1:
+        if (nproc is None or nproc == 1) and restarts == 0:
             return _train_in_this_process(config, world_size or 1)
-        return _train_on_local_ranks(config, nproc)
+        return _train_on_local_ranks(config, nproc or 1, restarts, min_nproc)
 
 
 def _check_world(nproc: int | None, dry_run: bool, world: int | None) -> None:
@@ -67,6 +90,22 @@ def _check_world(nproc: int | None, dry_run: bool, world: int | None) -> None:
         raise UserError(f"--world {world} and --nproc {nproc} both say how many ranks; give one")
     if world < 1:
         raise UserError(f"--world {world}: at least 1 rank is needed")
+
+
+def _check_restarts(
+    config: Config, nproc: int | None, restarts: int, min_nproc: int | None, world_size: int | None
+) -> None:
+    if restarts < 0:
+        raise UserError(f"--restarts {restarts}: it must be at least 0")
+    if restarts and world_size is not None:
+        raise UserError(
+            f"--restarts {restarts} is for local ranks; under torchrun use torchrun --max-restarts {restarts}"
+        )
+    if restarts and config.checkpoint.every is None:
+        raise UserError(f"--restarts {restarts} needs checkpoints to start from; set checkpoint.every, e.g. 500")
+    if min_nproc is not None and not (restarts and 1 <= min_nproc <= (nproc or 1)):
+        what = "it lies in 1..--nproc" if restarts else "it needs --restarts N"
+        raise UserError(f"--min-nproc {min_nproc}: {what}")
 
 
 def _dry_run(config: Config, world_size: int) -> int:
@@ -96,16 +135,26 @@ def _train_in_this_process(config: Config, world_size: int) -> int:
     return end_rank(_run(trainer, config, fail))
 
 
-def _train_on_local_ranks(config: Config, nproc: int) -> int:
+def _train_on_local_ranks(config: Config, nproc: int, restarts: int = 0, min_nproc: int | None = None) -> int:
     """As the launcher of `nproc` ranks, which are copies of this process once it has imported what they need."""
     check_first(config, nproc)
     with shared_threads(nproc, config.train.compute_threads):
         trainer = _trainer()
         trainer.preload(config)
-        # The check tokenises and computes, and so leaves threads behind that a fork would lose.
-        failure = run_apart(lambda: trainer.check(config, nproc)) or run_ranks(
-            nproc, lambda: _run(trainer, config), config
-        )
+
+        def check(size: int, number: int) -> RankFailure | None:
+            """The check tokenises and computes, and so leaves threads behind that a fork would lose."""
+            return run_apart(lambda: trainer.check(config, size), {ATTEMPT_VARIABLE: str(number)})
+
+        def attempt(size: int, number: int) -> RankFailure | None:
+            return run_ranks(size, lambda: _run(trainer, config), config, {ATTEMPT_VARIABLE: str(number)})
+
+        def next_nproc(size: int, number: int) -> int:
+            """The largest smaller number of ranks that is allowed and can work, else the same."""
+            smaller = range(size - 1, (size if min_nproc is None else min_nproc) - 1, -1)
+            return next((fewer for fewer in smaller if check(fewer, number) is None), size)
+
+        failure = check(nproc, 0) or run_with_restarts(attempt, nproc, restarts, next_nproc)
     return show_failure(failure)
 
 

@@ -76,8 +76,12 @@ def launch(
     return _cause(children, last_step)
 
 
-def run_apart(main: Callable[[], None]) -> RankFailure | None:
+def run_apart(main: Callable[[], None], environment: Mapping[str, str] | None = None) -> RankFailure | None:
     """Run `main` in a child, so that what it leaves behind (threads, memory) is not inherited by ranks.
+
+    Args:
+        main: what the child does.
+        environment: added to that of the child.
 
     Returns:
         None when it returned, else its failure, whose rank is None.
@@ -85,7 +89,7 @@ def run_apart(main: Callable[[], None]) -> RankFailure | None:
     Raises:
         Interrupted: a signal ended it.
     """
-    with recorded() as received, _children(main, [(None, {})]) as children:
+    with recorded() as received, _children(main, [(None, environment or {})]) as children:
         _supervise(children, received, stop_patience_s=0.0)
     _raise_interrupted(children, received, "before the ranks started")
     return _cause(children, None)

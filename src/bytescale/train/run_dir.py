@@ -64,10 +64,13 @@ def check_run_dir(run_dir: Path, *, save_model: bool, overwrite: bool = False, g
 def _check_results(run_dir: Path, expected: bool) -> None:
     if not expected and (found := results(run_dir)):
         ways = ["choose another run.dir", "set run.overwrite = true to replace all of them"]
-        if find_checkpoints(run_dir / CHECKPOINTS):
+        has_checkpoints = bool(find_checkpoints(run_dir / CHECKPOINTS))
+        if has_checkpoints:
             ways.insert(0, "go on with --resume auto")
         raise UserError(
-            f"run.dir = {run_dir} holds the results of an earlier run ({', '.join(found)}); {', or '.join(ways)}"
+            f"run.dir = {run_dir} holds the results of an earlier run ({', '.join(found)})"
+            + ("" if has_checkpoints else " and no checkpoint to go on from")
+            + f"; {', or '.join(ways)}"
         )
 
 

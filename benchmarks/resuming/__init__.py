@@ -1,0 +1,1 @@
+"""Runs that are killed, moved to other ranks and resumed, through the real command line."""
