@@ -1,8 +1,8 @@
 """The checkpoints of a run: when they are due, what they hold, and how it is told.
 
-One is due after every `checkpoint.every` steps, after the last one, and when a signal asks the run to end; those two
-are waited for. It is taken after the step's line in `metrics.jsonl`, which is brought to the disk before the checkpoint
-is published: a run that goes on finds the lines of all steps before it.
+One is due after every `checkpoint.every` steps and after the last one: that of the run or of the data, or one in which
+a signal asked the run to end; that one is waited for. It is taken after the step's line in `metrics.jsonl`, which is
+brought to the disk before the checkpoint is published: a run that goes on finds the lines of all steps before it.
 """
 
 import signal
@@ -51,6 +51,7 @@ class Checkpoints:
         """
         self._config, self._start, self._reporter = config, start, reporter
         self._model, self._optimizer = model, optimizer
+        self._unsaved: tuple[StepData, Agreed] | None = None
         self._made_by = made_by(config, prepared, world.size) if config.checkpoint.every is not None else {}
         self._writer = CheckpointWriter(
             checkpoint_dir(config),
@@ -66,12 +67,11 @@ class Checkpoints:
         """A step has ended; every rank calls it after every step."""
         every = self._config.checkpoint.every
         if every is None or agreed.failure(self._config.train) is not None:
+            self._unsaved = None
             return
-        is_last = agreed.step == self._config.train.steps or agreed.signal_number != 0
-        if is_last or agreed.step % every == 0:
+        self._unsaved = data, agreed
+        if agreed.step % every == 0:
             self._save(data, agreed)
-        if is_last:
-            self._writer.wait()
         self._tell()
 
     def answer(self, agreed: Agreed) -> bool:
@@ -80,11 +80,14 @@ class Checkpoints:
         return self._config.checkpoint.every is not None and agreed.signal_number != signal.SIGINT and is_whole
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """No step follows: store the last one, and wait for it."""
+        if self._unsaved is not None:
+            self._save(*self._unsaved)
         self._writer.wait()
         self._tell()
 
     def _save(self, data: StepData, agreed: Agreed) -> None:
+        self._unsaved = None
         reporter = self._reporter
         values: dict[str, Any] = {
             "step": agreed.step,

@@ -17,7 +17,7 @@ from bytescale.train.agreement import dataset_digest, versions
 from bytescale.train.prepare import Prepared
 
 _FIXED = ("batch.tokens", "batch.sequences", "data.max_context", "data.overlong", "train.seed")
-_SHOWN = ("parallel", "plan", "offload", "train")
+_SHOWN = ("data", "parallel", "plan", "offload", "train")
 _NOT_THE_MODEL = (
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"),
     *("use_cache", "tie_word_embeddings"),
