@@ -75,7 +75,7 @@ def test_a_used_directory_is_refused_or_overwritten_whole(tmp_path: Path, name: 
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     (run_dir / "notes.txt").touch()
     left = sorted(path.name for path in run_dir.iterdir())
-    words = rf"holds the results of an earlier run \({name}\) and no checkpoint to go on from; choose another run\.dir, or set run\.overwrite = true"
+    words = rf"run \({name}\) and no checkpoint to go on from; choose another run\.dir, or set run\.overwrite = true"
     with pytest.raises(UserError, match=words):
         check_run_dir(run_dir, save_model=True)
     with pytest.raises(UserError, match=words), open_run_dir(run_dir):
