@@ -19,6 +19,8 @@ COSTS = {
     "a100": preset_cost("llama-70b", "a100", tp_size=4),
 }
 EXAMPLES = 260
+SEARCHES = ("best", "chunked")
+"""Strategies that plan long enough to be left out of `make test-fast` where there are many examples."""
 
 
 @st.composite
@@ -53,7 +55,9 @@ def made(strategy: str, problem: dict[str, object]) -> object:
     return plan(strategy=strategy, **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=pytest.mark.long) if s in SEARCHES else s for s in sorted(STRATEGIES)]
+)
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(problem=problems())
 def test_every_plan_is_valid(strategy: str, problem: dict[str, object]) -> None:
@@ -77,6 +81,7 @@ def test_same_input_same_plan(strategy: str, problem: dict[str, object]) -> None
     assert first == second
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(problem=problems())
 def test_best_is_never_worse(problem: dict[str, object]) -> None:

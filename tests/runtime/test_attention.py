@@ -1,6 +1,7 @@
 """Distributed attention against one unsharded call: output and all gradients, any degree, any length."""
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -36,6 +37,16 @@ def unsharded(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     out = out[0].transpose(0, 1)
     out.backward(inputs[3])
     return [out.detach(), q.grad, k.grad, v.grad]
+
+
+@cache
+def references(
+    length: int, heads: tuple[int, int], dtype: torch.dtype, seed: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """`unsharded` in fp64 and, of bf16 inputs, in their own type; once for all degrees, kept over the tests."""
+    inputs = make_inputs(length, heads, dtype, seed)
+    exact = unsharded([x.double() for x in inputs])
+    return exact, unsharded(inputs) if dtype == torch.bfloat16 else exact
 
 
 def sharded(
@@ -89,9 +100,7 @@ def assemble(results: list, lengths: list[int], placement: list[list[tuple[int, 
 
 def check_close(whole: list, lengths: list[int], heads: tuple[int, int], dtype: torch.dtype) -> None:
     for sequence, length in enumerate(lengths):
-        inputs = make_inputs(length, heads, dtype, sequence)
-        exact = unsharded([x.double() for x in inputs])
-        single = unsharded(inputs)
+        exact, single = references(length, heads, dtype, sequence)
         for ours, reference, kernel in zip(whole[sequence], exact, single, strict=True):
             if dtype == torch.bfloat16:
                 # Error norms: a single entry is off by chance, by how its few roundings happen to fall.

@@ -42,7 +42,14 @@ THREE = drawn_in_chunks(
 ALONE = drawn_in_chunks("60 20", "0@0:10 | 0@10:30 | 0@30:60 | 1@0:20")
 
 
-@pytest.mark.parametrize("plan", [TWO, THREE, ALONE], ids=["2x2", "2x3", "2x1"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(TWO, id="2x2", marks=pytest.mark.long),
+        pytest.param(THREE, id="2x3", marks=pytest.mark.long),
+        pytest.param(ALONE, id="2x1"),
+    ],
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_whole_sequences(ranks: RankPool, plan: StepPlan, checkpointing: bool) -> None:
     validate(plan)

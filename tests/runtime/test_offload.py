@@ -80,7 +80,7 @@ def compare(ranks: Ranks, directory: str, dtype: torch.dtype, checkpointing: boo
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+@pytest.mark.parametrize("degree", [1, *(pytest.param(degree, marks=pytest.mark.long) for degree in (2, 3, 4))])
 def test_gradients_are_bitwise_equal(
     ranks: RankPool, tmp_path: Path, degree: int, dtype: torch.dtype, checkpointing: bool
 ) -> None:
