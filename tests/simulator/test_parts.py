@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale.cost import cluster_spec, model_shape, preset_cost
+from bytescale.cost import Ulysses, cluster_spec, head_exchange, model_shape, preset_cost
 from bytescale.cost.model import Link
 from bytescale.errors import UserError
 from bytescale.lengths.source import length_source
 from bytescale.planner import plan as make_plan
 from bytescale.simulator import (
     StepOverheads,
-    Ulysses,
     collective_s,
     components,
     context_limits,
@@ -162,6 +161,29 @@ def test_ulysses_exchanges_heads_and_rings_the_rest() -> None:
     few_heads = simulate(plan, cost, ulysses=Ulysses(num_heads=2, num_kv_heads=1, query_bytes_per_token=3.0))
     # (3 + 2) bytes, half leave, 5 s and 10 s; one ring step of 2 tokens with doubled KV: 4 s each way.
     assert few_heads.ranks.communication_s[0, 0] == pytest.approx(5 + 10 + 4 + 4)
+
+
+def test_ulysses_runs_any_plan_with_the_heads_that_divide_its_degrees() -> None:
+    cost, heads = preset_cost("llama-7b", "h100"), head_exchange(model_shape("llama-7b"))
+    lengths = [200_000, 60_000, 9_000, *[700] * 40]
+    for strategy in ("static", "flexsp", "hdp-balance", "chunked"):
+        plan = make_plan(lengths, strategy, hdp_size=32, pp_size=2, tokens_per_rank=8192, cost=cost)
+        ring, exchanged = simulate(plan, cost), simulate(plan, cost, ulysses=heads)
+        alone = np.bincount(plan.micro_batch_ids(), weights=plan.pieces.cp_degree) == 1
+        for direction in (0, 1):
+            np.testing.assert_array_equal(
+                exchanged.parts.total_s[direction][alone], ring.parts.total_s[direction][alone]
+            )
+    # Degrees that share no factor with the heads are rings.
+    plan = drawn("30", "0[0/3]", "0[1/3]", "0[2/3]", num_layers=32)
+    assert simulate(plan, cost, ulysses=heads).step_time_s == simulate(plan, cost).step_time_s
+
+
+def test_ulysses_refuses_blocks() -> None:
+    cost = preset_cost("llama-7b", "h100")
+    plan = make_plan([30_000, 500], "fcp", hdp_size=8, tokens_per_rank=8192, cost=cost)
+    with pytest.raises(UserError, match="blocks on any rank"):
+        simulate(plan, cost, ulysses=head_exchange(model_shape("llama-7b")))
 
 
 def test_components_add_up() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bytescale.cli.planning import COSTS, chosen_cost, chosen_profile
-from bytescale.cost import ClusterSpec, CostModel, ModelShape, cluster_spec, model_shape
+from bytescale.cost import ClusterSpec, CostModel, ModelShape, Ulysses, cluster_spec, head_exchange, model_shape
 from bytescale.report import units
 from bytescale.simulator.memory import HOST_SHARE, PeakMemory
 
@@ -34,6 +34,11 @@ class Machine:
     peak_of: str | None
     memory_bytes: float | None
     host_bytes: float | None
+
+
+def ulysses_of(attention: str, machine: Machine, tp_size: int) -> Ulysses | None:
+    """What `--attention` asks the simulator to exchange."""
+    return head_exchange(machine.model, tp_size) if attention == "ulysses" else None
 
 
 def described_machine(options: dict[str, Any]) -> Machine:

@@ -130,6 +130,15 @@ _OPTIONS = (
 )
 
 
+attention_option = click.option(
+    "--attention",
+    type=click.Choice(["ring", "ulysses"]),
+    default="ring",
+    show_default=True,
+    help="What the ranks of a sequence exchange: keys and values, or heads as far as these divide evenly.",
+)
+
+
 def wide_console() -> Console:
     """A console that neither folds nor cuts tables when its output is piped or a terminal is narrow."""
     console = Console()

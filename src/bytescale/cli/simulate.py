@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from bytescale.arrays import ceil_div
-from bytescale.cli.machine import Machine, described_machine, memory_figures, misfit
+from bytescale.cli.machine import Machine, described_machine, memory_figures, misfit, ulysses_of
 from bytescale.cli.paths import UserPath
-from bytescale.cli.planning import Request, is_given, planning_options, request, wide_console
+from bytescale.cli.planning import Request, attention_option, is_given, planning_options, request, wide_console
 from bytescale.errors import UserError, counted
 from bytescale.plan.file import prediction_to_dict, read_plan
 from bytescale.plan.step_plan import StepPlan
@@ -39,6 +39,7 @@ from bytescale.trace import write_trace
 @click.argument("plan_file", required=False, type=UserPath(), metavar="[PLAN]")
 @planning_options
 @click.option("--strategy", default="best", show_default=True, help="How to place, where no PLAN is given.")
+@attention_option
 @click.option("--batches", "num_batches", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--max-length", is_flag=True, help="Say the longest context that fits, and what binds.")
 @click.option("--update-ms", type=click.FloatRange(min=0), default=0.0, help="Optimizer and the rest, once a step.")
@@ -52,6 +53,7 @@ from bytescale.trace import write_trace
 def simulate_command(
     plan_file: Path | None,
     strategy: str,
+    attention: str,
     num_batches: int,
     max_length: bool,
     update_ms: float,
@@ -84,6 +86,7 @@ def simulate_command(
     else:
         asked = request(**options)
         plans, rank_speed = _planned(asked, strategy, num_batches), asked.relative_speed
+    ulysses = ulysses_of(attention, machine, options["tp_size"])
     rows, first = [], None
     for plan in plans:
         planning_s = plan.predicted.planning_time_s if plan.predicted is not None else 0.0
@@ -100,7 +103,7 @@ def simulate_command(
                 planning_s=planning_s,
                 prefetch=not no_prefetch,
             )
-        step = simulate(plan, machine.cost, extra, rank_speed=rank_speed)
+        step = simulate(plan, machine.cost, extra, rank_speed=rank_speed, ulysses=ulysses)
         first = first or step
         rows.append(_figures(step, machine, options["tp_size"]))
     assert first is not None

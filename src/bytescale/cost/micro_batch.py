@@ -11,17 +11,47 @@ so 700 short sequences cut over 256 ranks pay 255 steps, not 700 times as many. 
 its block is that of (e - b) / D queries and (b + e) / D keys, and e / D keys and values travel. An offload copy is
 exposed where it is longer than the layer that hides it.
 
+With the head exchange of Ulysses u = gcd(D, heads) ranks of a sequence exchange queries, keys, values and outputs, each
+then has 1 / u of the heads over u times the edge, and D / u such groups form a ring:
+
+    exchange = 4 latencies + (u - 1) / u of their bytes / bandwidth, once forward, twice backward; nothing hides it.
+
+Keys and values are sent as often as needed where there are fewer KV heads than u.
+
 Invariant: compute + communication + copy is the time of the layer, and no less than the sum of the degree-1 times.
 Cost: O(pieces), plus a sort over the distinct degrees of each micro-batch.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from bytescale.arrays import BoolArray, FloatArray, IntArray
-from bytescale.cost.model import CostModel, DirectionCost
+from bytescale.cost.model import CostModel, DirectionCost, ModelShape
 from bytescale.plan.step_plan import StepPlan
+
+Attention = Literal["ring", "ulysses"]
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """What the head exchange needs beyond the cost model, per GPU.
+
+    Attributes:
+        num_heads, num_kv_heads: of a rank; the first says how far a sequence can be spread by heads alone.
+        query_bytes_per_token: queries and outputs of one token in one layer.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    query_bytes_per_token: float
+
+
+def head_exchange(model: ModelShape, tp_size: int = 1) -> Ulysses:
+    """Of a model whose heads are shared by `tp_size` GPUs."""
+    query_bytes = 2 * model.num_heads * model.head_dim * model.dtype_bytes
+    return Ulysses(max(1, model.num_heads // tp_size), max(1, model.num_kv_heads // tp_size), query_bytes / tp_size)
 
 
 @dataclass(frozen=True)
@@ -66,18 +96,36 @@ class _Levels:
     latency_s: FloatArray
 
 
-def ring_times(plan: StepPlan, cost: CostModel) -> tuple[LayerTimes, LayerTimes]:
-    """Forward and backward of every micro-batch of a plan in zig-zag pieces; recomputation counts in the backward."""
+def ring_times(plan: StepPlan, cost: CostModel, ulysses: Ulysses | None = None) -> tuple[LayerTimes, LayerTimes]:
+    """Forward and backward of every micro-batch of a plan in zig-zag pieces; recomputation counts in the backward.
+
+    Args:
+        plan: the plan.
+        cost: what pieces cost.
+        ulysses: sequences exchange heads as far as these divide evenly, and pass the rest round; None passes all.
+    """
     pieces = plan.pieces
     degree = pieces.cp_degree
     assert degree is not None
     ids, num = plan.micro_batch_ids(), int(plan.num_micro_batches().sum())
     edge, area_edge, kept_edge = _edges(plan, degree)
-    square = edge * (area_edge + cost.block_half_tokens)
-    tokens, area = _sums(ids, edge, num), _sums(ids, degree * square, num)
-    levels = _levels(plan, cost, ids, kept_edge, square) if cost.has_communication and np.any(degree > 1) else None
+    spread = np.ones_like(degree) if ulysses is None else np.gcd(degree, ulysses.num_heads)
+    copies = np.ones(len(degree)) if ulysses is None else np.maximum(1.0, spread / ulysses.num_kv_heads)
+    in_ring = degree // spread
+    square = edge * (area_edge * spread + cost.block_half_tokens)
+    tokens, area = _sums(ids, edge, num), _sums(ids, in_ring * square, num)
+    levels, exchange_s = None, np.zeros(num)
+    if cost.has_communication and np.any(degree > 1):
+        crosses = _crosses_nodes(plan, cost)
+        across = degree > cost.ranks_per_node if crosses is None else crosses
+        if np.any(in_ring > 1):
+            levels = _levels(cost, ids, in_ring, across, kept_edge * copies, square)
+        if ulysses is not None:
+            num_bytes = edge * (ulysses.query_bytes_per_token + copies * cost.kv_bytes_per_token)
+            exchange_s = _exchange_s(cost, ids, spread, across, num_bytes, num)
     copying_s = _copying_s(plan, cost, ids, edge, num)
-    forward, backward = (_direction(cost, d, tokens, area, levels) for d in (cost.forward, cost.backward))
+    forward = _direction(cost, cost.forward, tokens, area, levels, exchange_s)
+    backward = _direction(cost, cost.backward, tokens, area, levels, 2 * exchange_s)
     if cost.recompute:
         backward = (backward[0] + forward[0], backward[1] + forward[1], backward[2] + forward[2])
     times = []
@@ -98,24 +146,41 @@ def _edges(plan: StepPlan, degree: IntArray) -> tuple[FloatArray, FloatArray, Fl
 
 
 def _direction(
-    cost: CostModel, direction: DirectionCost, tokens: FloatArray, area: FloatArray, levels: _Levels | None
+    cost: CostModel,
+    direction: DirectionCost,
+    tokens: FloatArray,
+    area: FloatArray,
+    levels: _Levels | None,
+    exchange_s: FloatArray,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Compute, exposed communication and busy link of every micro-batch."""
     compute_s = direction.token_s * tokens + direction.square_s * area
     if levels is None:
-        return compute_s, np.zeros_like(compute_s), np.zeros_like(compute_s)
+        return compute_s, exchange_s, exchange_s
     transfer = direction.transfer * levels.wire_s + levels.latency_s
     waiting = np.maximum(0.0, np.maximum(transfer, cost.ring_step_floor_s) - direction.square_s * levels.square)
     num = len(compute_s)
     exposed_s = _sums(levels.micro_batch, levels.num_steps * waiting, num)
-    return compute_s, exposed_s, _sums(levels.micro_batch, levels.num_steps * transfer, num)
+    return compute_s, exposed_s + exchange_s, _sums(levels.micro_batch, levels.num_steps * transfer, num) + exchange_s
 
 
-def _levels(plan: StepPlan, cost: CostModel, ids: IntArray, kept_edge: FloatArray, square: FloatArray) -> _Levels:
-    degree = plan.pieces.cp_degree
-    assert degree is not None
+def _exchange_s(
+    cost: CostModel, ids: IntArray, spread: IntArray, across: BoolArray, num_bytes: FloatArray, num: int
+) -> FloatArray:
+    """All-to-all of the heads of every micro-batch; what stays on a rank is not sent, and latency counts once."""
+    bandwidth = np.where(across, cost.inter_node.bytes_per_s, cost.intra_node.bytes_per_s)
+    wire_s = _sums(ids, num_bytes * (spread - 1) / spread / bandwidth, num)
+    latency_s = np.zeros(num)
+    np.maximum.at(latency_s, ids, np.where(across, cost.inter_node.latency_s, cost.intra_node.latency_s) * (spread > 1))
+    return wire_s + 4 * latency_s
+
+
+def _levels(
+    cost: CostModel, ids: IntArray, degree: IntArray, across: BoolArray, kept_edge: FloatArray, square: FloatArray
+) -> _Levels:
+    """Levels of rings of `degree` members each; one argument a piece."""
     rows = np.flatnonzero(degree > 1)
-    degree = degree[rows]
+    degree, across = degree[rows], across[rows]
     stride = int(degree.max()) + 1
     key = ids[rows] * stride + degree
     # Runs of equal keys first: static plans have millions of rows and one run a micro-batch.
@@ -130,8 +195,6 @@ def _levels(plan: StepPlan, cost: CostModel, ids: IntArray, kept_edge: FloatArra
         per_run = np.add.reduceat(values, begin, dtype=np.float64)
         return _at_or_above(_sums(level, per_run, len(distinct)), micro_batch)
 
-    crosses = _crosses_nodes(plan, cost)
-    across = degree > cost.ranks_per_node if crosses is None else crosses[rows]
     bandwidth = np.where(across, cost.inter_node.bytes_per_s, cost.intra_node.bytes_per_s)
     latency_s = np.where(sums(across) > 0.5, cost.inter_node.latency_s, cost.intra_node.latency_s)
     wire_s = sums(cost.kv_bytes_per_token * kept_edge[rows] / bandwidth)

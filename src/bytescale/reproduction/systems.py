@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale.arrays import IntArray
+from bytescale.cost.micro_batch import Ulysses
 from bytescale.cost.model import CostModel
 from bytescale.lengths.source import length_source
 from bytescale.plan.step_plan import StepPlan
 from bytescale.planner import Problem, make_plan, make_problem
 from bytescale.planner.problem import Offload
 from bytescale.reproduction.calibration import PaperCluster
-from bytescale.simulator.components import Ulysses
 from bytescale.simulator.engine import SimulatedStep, simulate
 from bytescale.simulator.workload import stratified_batches
 

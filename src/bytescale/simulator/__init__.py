@@ -12,7 +12,7 @@
 Without overheads the step time is the plan's predicted one. Nothing here imports the planner.
 """
 
-from bytescale.simulator.components import Components, Ulysses, components
+from bytescale.simulator.components import Components, components
 from bytescale.simulator.engine import Operations, RankTimes, SimulatedStep, simulate
 from bytescale.simulator.limits import ContextLimit, context_limits
 from bytescale.simulator.memory import PeakMemory, peak_memory
@@ -30,7 +30,6 @@ __all__ = [
     "Shares",
     "SimulatedStep",
     "StepOverheads",
-    "Ulysses",
     "collective_s",
     "components",
     "context_limits",

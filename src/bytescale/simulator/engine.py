@@ -20,10 +20,11 @@ import numpy as np
 
 from bytescale.arrays import FloatArray, exclusive_sum
 from bytescale.cost.makespan import earliest_starts, makespan
+from bytescale.cost.micro_batch import Ulysses
 from bytescale.cost.model import CostModel
 from bytescale.plan.order import BACKWARD, FORWARD, Gangs, gangs_of, operation_edges, stage_orders
 from bytescale.plan.step_plan import StepPlan
-from bytescale.simulator.components import Components, Ulysses, components
+from bytescale.simulator.components import Components, components
 from bytescale.simulator.overheads import StepOverheads
 
 
@@ -112,7 +113,7 @@ def simulate(
         cost: what pieces cost.
         overheads: what the step costs besides its micro-batches; None is nothing.
         rank_speed: relative speed of each rank; None takes all as equal.
-        ulysses: attention by head exchange instead of a ring; the plan needs one degree for all.
+        ulysses: attention by head exchange instead of a ring.
 
     Raises:
         ValueError: the operations of the plan wait for each other in a cycle.

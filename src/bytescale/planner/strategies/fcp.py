@@ -13,7 +13,7 @@ Cost: O(blocks log R), Python heap.
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -26,6 +26,10 @@ from bytescale.planner.parts.rows import spread
 from bytescale.planner.problem import Problem, too_long
 
 BLOCK_TOKENS = 4096
+OWN_SETTING = "fcp-32k"
+OWN_TOKENS_PER_RANK = 32 * 1024
+"""Tokens a GPU of the published system; a row of this name has them whatever the others have."""
+
 WAVE_FILL = 0.97
 """Share of a wave's room that is planned for, so that whole blocks nearly always fit."""
 
@@ -52,6 +56,11 @@ class _PlacedWave:
     @property
     def num_ranks(self) -> int:
         return int(self.rank.max()) + 1
+
+
+def in_own_setting(problem: Problem) -> Problem:
+    """The same question with the memory that the source has: more waves fit into one."""
+    return replace(problem, tokens_per_rank=max(problem.tokens_per_rank, OWN_TOKENS_PER_RANK))
 
 
 def plan_fcp(problem: Problem) -> StepPlan:

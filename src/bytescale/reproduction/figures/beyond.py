@@ -1,7 +1,8 @@
 """Beyond the paper: every strategy of the planner on the same batches, how far each is from the bound, and scaling.
 
-Static is listed twice, with ring attention and with the head exchange of Ulysses. The bound is that of the planner
-(`bytescale.cost.lower_bound_s`), so gap = step / bound, the fixed cost of a step left out of both. What keeps a
+Static and FlexSP are listed twice, with ring attention and with the head exchange of Ulysses; so is fcp, with as many
+tokens a rank as the others and with the 32K of its source (`tokens_per_rank` in every row). The bound is that of the
+planner (`bytescale.cost.lower_bound_s`), so gap = step / bound, the fixed cost of a step left out of both. What keeps a
 strategy from the bound is the largest of its losses; where the bound is one sequence's time, that is said. With a
 pipeline `chunked` is listed too, with what its plans keep in memory.
 
@@ -15,14 +16,15 @@ from typing import Any
 import numpy as np
 
 from bytescale.arrays import IntArray
+from bytescale.cost.micro_batch import head_exchange
 from bytescale.cost.predict import degree_one_work_s, lower_bound_s
 from bytescale.errors import UserError
 from bytescale.plan.memory import in_flight_tokens
 from bytescale.planner import make_plan
+from bytescale.planner.strategies import fcp
 from bytescale.reproduction.calibration import PaperCluster, paper_cluster
 from bytescale.reproduction.rows import Row
 from bytescale.reproduction.systems import K, folded_static, paper_problem, paper_workload
-from bytescale.simulator.components import Ulysses
 from bytescale.simulator.engine import SimulatedStep, simulate
 from bytescale.simulator.outcome import main_loss, shares
 from bytescale.simulator.overheads import StepOverheads
@@ -34,12 +36,16 @@ STRATEGIES = (
     "megatron-dynamic",
     "flexible-cp",
     "fcp",
+    fcp.OWN_SETTING,
     "flexsp",
+    "flexsp-ulysses",
     "wlb-llm",
     "hdp-naive",
     "hdp-balance",
     "best",
 )
+ULYSSES = "-ulysses"
+"""Ending of a row whose plans are run with head exchange instead of rings."""
 CHUNKED = "chunked"
 DATA = ("github", "byted", "wikipedia", "wlb")
 PIPELINE_MODELS = ("llama-70b", "mistral-8x7b", "mistral-8x22b")
@@ -76,20 +82,15 @@ def run_strategy(cluster: PaperCluster, lengths: IntArray, name: str, context: i
         "context": context,
         "pp_size": cluster.pp_size,
     }
-    if name.startswith("static"):
-        plan, origin, heads = folded_static(lengths, **arguments), "static", None
-        if name == "static-ulysses":
-            heads = ulysses_of(cluster)
-        return simulate(plan, cluster.cost, StepOverheads(), ulysses=heads), origin
-    plan = make_plan(paper_problem(cluster, lengths, context), name)
-    return simulate(plan, cluster.cost, StepOverheads()), plan.origin
-
-
-def ulysses_of(cluster: PaperCluster) -> Ulysses:
-    """Head exchange of a model over the heads of a rank."""
-    model, tp = cluster.model, cluster.tp_size
-    width = 2 * model.num_heads * model.head_dim * model.dtype_bytes
-    return Ulysses(model.num_heads // tp, max(1, model.num_kv_heads // tp), width / tp)
+    strategy = name.removesuffix(ULYSSES)
+    heads = None if strategy == name else head_exchange(cluster.model, cluster.tp_size)
+    if strategy == "static":
+        plan = folded_static(lengths, **arguments)
+    elif strategy == fcp.OWN_SETTING:
+        plan = make_plan(fcp.in_own_setting(paper_problem(cluster, lengths, context)), "fcp")
+    else:
+        plan = make_plan(paper_problem(cluster, lengths, context), strategy)
+    return simulate(plan, cluster.cost, StepOverheads(), ulysses=heads), plan.origin or strategy
 
 
 def _strategy_row(cluster: PaperCluster, data: str, context: int, batches: Sequence[IntArray], name: str) -> Row | None:
@@ -111,6 +112,7 @@ def _strategy_row(cluster: PaperCluster, data: str, context: int, batches: Seque
     extra: dict[str, Any] = {
         "step_s": float(time_s.mean()),
         "gap": float(gaps.mean()),
+        "tokens_per_rank": max(step.plan.tokens_per_rank for step in steps),
         "gap_most": float(gaps.max()),
         "longest_binds": sum(bound > w * 1.001 for bound, w in zip(bounds, work, strict=True)),
         "exposed_communication": float(np.mean([p.communication for p in parts])),
