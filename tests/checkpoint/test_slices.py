@@ -33,7 +33,7 @@ from bytescale.runtime.model.stages import stage_model
 from bytescale.runtime.sharded import whole_tensor
 from bytescale.train.optimizer import make_optimizer
 from tests.ranks import RankPool, Ranks
-from tests.runtime.models import UNEVEN, even_stages, small_decoder, world_of
+from tests.runtime.models import UNEVEN, WITH_BUFFERS, even_stages, small_decoder, world_of
 
 STEPS = 3
 
@@ -190,3 +190,13 @@ def test_parts_must_make_the_whole() -> None:
     _, index = file_index("f", [Slice("w", (4,), (0,), torch.ones(2))])
     with pytest.raises(UserError, match="the parts of w do not make the whole"):
         read_index(write_index(index).encode(), "here")
+
+
+def test_buffers_that_are_stored_with_the_weights_are_slices() -> None:
+    model = LossModel(small_decoder("glm4_moe", **WITH_BUFFERS))
+    slices = {piece.name: piece for piece in model_slices(model)}
+    assert set(slices) == set(model.decoder.state_dict())
+    (bias,) = (piece for name, piece in slices.items() if name.endswith("e_score_correction_bias"))
+    assert bias.is_written and bias.shape == (4,)
+    bias.tensor.fill_(7.0)
+    assert model.decoder.state_dict()[bias.name].tolist() == [7.0] * 4

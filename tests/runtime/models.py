@@ -48,12 +48,22 @@ UNEVEN: dict[str, Any] = {
 }
 """Sizes some of whose weights two and four ranks cannot cut evenly, so that they are stored as columns."""
 
+WITH_BUFFERS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "head_dim": 8,
+}
+"""Sizes of `glm4_moe`, whose routers hold a buffer that is stored with the weights."""
 MAX_CONTEXT = 4096
 
 
 def small_decoder(architecture: str, seed: int = 0, **extra: Any) -> Any:
     """A random decoder in fp32."""
-    model = ModelConfig(config={"model_type": architecture, **SIZES, **ARCHITECTURES[architecture], **extra})
+    model = ModelConfig(config={"model_type": architecture, **SIZES, **ARCHITECTURES.get(architecture, {}), **extra})
     return build_decoder(model, load_model_config(model, MAX_CONTEXT), seed)
 
 

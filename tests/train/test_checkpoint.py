@@ -219,7 +219,7 @@ def side_files(directory: Path, config: Config) -> tuple[Path, dict[str, Any]]:
     model_config, tokenizer = model_and_tokenizer(config, 64)
     directory.mkdir()
     model: Any = SimpleNamespace(decoder=None, is_tied=False)
-    stored = saved_config(model, SimpleNamespace(model_config=model_config, tokenizer=tokenizer), config)  # type: ignore[arg-type]
+    stored = saved_config(model, model_config, tokenizer, config)
     stored.architectures = ["LlamaForCausalLM"]
     stored.save_pretrained(directory)
     write_side_files(directory, config, stored, tokenizer)

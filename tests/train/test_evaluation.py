@@ -67,7 +67,10 @@ def expected(config: Config) -> float:
 
 
 def _evaluated(ranks: Ranks, config: Config, chunks: bool = False) -> tuple[float, int]:
-    prepared, world = prepare(config, ranks.size), world_of(ranks, pp_size=config.parallel.pp_size)
+    prepared, world = (
+        prepare(config, ranks.size),
+        world_of(ranks, pp_size=config.parallel.pp_size, tp_size=config.parallel.tp_size),
+    )
     if chunks:
         prepared = replace(prepared, planner=free_planner(config, world.hdp_size))
     assert prepared.held_out is not None
@@ -91,12 +94,16 @@ def _evaluated(ranks: Ranks, config: Config, chunks: bool = False) -> tuple[floa
         (2, 2, {"tokens_per_rank": 600}),
         (4, 2, {}),
         (6, 2, {"strategy": "hdp-balance"}),
+        (4, 1, {"tp_size": 2}),
+        (8, 2, {"tp_size": 2}),
     ],
 )
 def test_the_loss_is_the_same_on_any_ranks(
     ranks: RankPool, config: Config, expected: float, size: int, pp_size: int, options: dict[str, Any]
 ) -> None:
-    asked = with_options(config, layers=5, pp_size=pp_size, **options)
+    tp_size = options.get("tp_size", 1)
+    asked = with_options(config, layers=5, pp_size=pp_size, **{k: v for k, v in options.items() if k != "tp_size"})
+    asked = replace(asked, parallel=replace(asked.parallel, tp_size=tp_size))
     found = ranks.run(size, _evaluated, asked)
     assert len(set(found)) == 1
     assert found[0][0] == pytest.approx(expected, rel=1e-5)
@@ -112,7 +119,10 @@ def test_sequences_in_chunks_run_forward_alone(
 
 
 def _trained(ranks: Ranks, config: Config, evaluates: bool) -> tuple[list[float], list[torch.Tensor], list[float]]:
-    prepared, world = prepare(config, ranks.size), world_of(ranks, pp_size=config.parallel.pp_size)
+    prepared, world = (
+        prepare(config, ranks.size),
+        world_of(ranks, pp_size=config.parallel.pp_size, tp_size=config.parallel.tp_size),
+    )
     assert prepared.held_out is not None
     model, kernel = build_model(config, prepared, world.stage), CpuKernel()
     shard_model(model, world, torch.float32)

@@ -44,14 +44,28 @@ class Slice:
 
 
 def model_slices(model: LossModel) -> list[Slice]:
-    """What this rank holds of the parameters of `model`, which may be sharded."""
+    """What this rank holds of `model`, which may be sharded: parameters, and the buffers that are stored with it."""
     flat = flat_shapes(model.decoder)
-    return [
+    parameters = [
         found
         for turn, (name, parameter) in enumerate(model.decoder.named_parameters())
         for found in _slices(
             model.whole_name(name), parameter, turn, may_write=_may_write(model, parameter), flat=flat.get(name)
         )
+    ]
+    return parameters + _buffer_slices(model)
+
+
+def _buffer_slices(model: LossModel) -> list[Slice]:
+    """The buffers of `model` that are part of its state; every rank of a stage has all of them."""
+    stored = set(model.decoder.state_dict(keep_vars=True))
+    first, is_ours = next(model.parameters()), model.tp is None or model.tp.rank == 0
+    return [
+        Slice(model.whole_name(name), tuple(buffer.shape), (0,) * buffer.ndim, buffer.detach(), is_written)
+        for turn, (name, buffer) in enumerate(model.decoder.named_buffers())
+        if name in stored
+        # What is in no layer is on every stage.
+        for is_written in [is_ours and _is_first_shard(first, turn) and (model.is_first or ".layers." in f".{name}")]
     ]
 
 

@@ -12,7 +12,7 @@ another arrangement; ranks that do not write drop what they help to gather. The 
 import copy
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from bytescale.checkpoint.weights_file import TensorSpec, WeightsFile, num_bytes
 from bytescale.config.data import BYTE_TOKENIZER
 from bytescale.config.schema import Config
 from bytescale.config.tokenizer import TRAINED_BY, is_own
+from bytescale.data import Tokenizer
 from bytescale.errors import RunError, UserError
 from bytescale.files import write_text_atomically
 from bytescale.runtime.device import TORCH_DTYPES
@@ -66,27 +67,21 @@ def save_model(
     """
     writes = world.hdp_rank == world.tp_rank == 0
     dtype = TORCH_DTYPES[config.train.dtype]
-    groups = list(_groups(model))
-    files = split_by_size([spec for group in groups for spec in _specs(model, group, dtype)], max_file_bytes)
+    groups = list(weight_groups(model))
+    files = split_by_size([spec for group in groups for spec in stored_specs(model, group, dtype)], max_file_bytes)
     with writing(target), replacing(target) if world.rank == 0 else nullcontext(under_way(target)) as directory:
         # The directory exists before anyone passes this line.
         numbers = world.all_gather_numbers([len(files)])[:: world.stage_size, 0].long().tolist()
-        names = _file_names(sum(numbers))[sum(numbers[: world.stage]) :][: len(files)]
+        names = file_names(sum(numbers))[sum(numbers[: world.stage]) :][: len(files)]
         if writes and not is_seen(directory):
             raise RunError(_not_shared(world, directory))
-        with ExitStack() as stack:
-            opened: dict[str, WeightsFile] = {}
-            for name, specs in zip(names, files, strict=True) if writes else ():
-                file = stack.enter_context(WeightsFile(directory / name, specs))
-                opened |= {spec[0]: file for spec in specs}
-            for group in groups:
-                for name, tensor in _stored(model, group, dtype, keep=writes).items():
-                    opened[name].put(name, tensor)
+        stored = (_gathered(model, group, dtype, keep=writes) for group in groups)
+        write_weights(directory, dict(zip(names, files, strict=True)) if writes else {}, stored)
         listing = [(name, spec) for name, specs in zip(names, files, strict=True) for spec in specs] if writes else []
         listings = world.gather_objects(listing)
         if world.rank == 0:
-            _write_index(directory, [entry for listing in listings for entry in listing])
-            model_config = saved_config(model, prepared, config)
+            write_weights_index(directory, [entry for listing in listings for entry in listing])
+            model_config = saved_config(model, prepared.model_config, prepared.tokenizer, config)
             model_config.save_pretrained(directory)
             write_side_files(directory, config, model_config, prepared.tokenizer)
 
@@ -112,9 +107,9 @@ def _not_shared(world: World, directory: Path) -> str:
     )
 
 
-def saved_config(model: LossModel, prepared: Prepared, config: Config) -> Any:
+def saved_config(model: LossModel, model_config: Any, tokenizer: Tokenizer, config: Config) -> Any:
     """The Hugging Face configuration that describes the stored weights and the tokenizer that trained them."""
-    result = copy.deepcopy(prepared.model_config)
+    result = copy.deepcopy(model_config)
     result.dtype = config.train.dtype
     result.architectures = [type(model.decoder).__name__]
     if hasattr(result, "tie_word_embeddings"):
@@ -125,12 +120,11 @@ def saved_config(model: LossModel, prepared: Prepared, config: Config) -> Any:
         setattr(result, TRAINED_BY, BYTE_TOKENIZER)
     if config.model.path is not None and not is_own(config):
         # The ids in the checkpoint are those of the tokenizer that it came with.
-        tokenizer = prepared.tokenizer
         result.bos_token_id, result.eos_token_id, result.pad_token_id = tokenizer.begin_id, tokenizer.end_id, None
     return result
 
 
-def _groups(model: LossModel) -> Iterator[Group]:
+def weight_groups(model: LossModel) -> Iterator[Group]:
     """The parameters of this stage, in order: each alone, or those of a layer where they are stored rearranged."""
     shapes = flat_shapes(model.decoder)
     ignored = set(getattr(model.decoder, "_keys_to_ignore_on_save", None) or ())
@@ -156,29 +150,50 @@ def _on_meta(group: Group) -> dict[str, torch.Tensor]:
     return {name: torch.empty(shape, dtype=tensor.dtype, device="meta") for name, (tensor, shape) in group.items()}
 
 
-def _specs(model: LossModel, group: Group, dtype: torch.dtype) -> list[TensorSpec]:
-    """What `_stored` will return, without a byte of data."""
-    stored = revert_weight_conversion(model.decoder, _on_meta(group))
-    return [(name, dtype if t.is_floating_point() else t.dtype, tuple(t.shape)) for name, t in stored.items()]
+def stored_specs(model: LossModel, group: Group, dtype: torch.dtype) -> list[TensorSpec]:
+    """What `as_stored` will return, without a byte of data."""
+    return [(n, t.dtype, tuple(t.shape)) for n, t in as_stored(model, _on_meta(group), dtype).items()]
 
 
-def _stored(model: LossModel, group: Group, dtype: torch.dtype, *, keep: bool) -> dict[str, torch.Tensor]:
+def as_stored(model: LossModel, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The whole tensors of a group in the type and the arrangement that they are stored in."""
+    typed = {name: t.to(dtype if t.is_floating_point() else t.dtype) for name, t in weights.items()}
+    arranged: dict[str, torch.Tensor] = revert_weight_conversion(model.decoder, typed)
+    return arranged
+
+
+def _gathered(model: LossModel, group: Group, dtype: torch.dtype, *, keep: bool) -> dict[str, torch.Tensor]:
     """The whole tensors of `group` as they are stored; a collective of the stage, nothing where `keep` is False."""
     gathered = {}
     for name, (tensor, shape) in group.items():
         whole = whole_tensor(tensor.detach(), shape)
         if keep:
             gathered[name] = whole.to(dtype if whole.is_floating_point() else whole.dtype).cpu()
-    return revert_weight_conversion(model.decoder, gathered) if keep else {}
+    return as_stored(model, gathered, dtype) if keep else {}
 
 
-def _file_names(total: int) -> list[str]:
+def write_weights(
+    directory: Path, files: Mapping[str, Sequence[TensorSpec]], groups: Iterable[Mapping[str, torch.Tensor]]
+) -> None:
+    """Write the tensors of `groups`, as they come, to the files that are to hold them."""
+    with ExitStack() as stack:
+        opened: dict[str, WeightsFile] = {}
+        for name, specs in files.items():
+            file = stack.enter_context(WeightsFile(directory / name, specs))
+            opened |= {spec[0]: file for spec in specs}
+        for group in groups:
+            for name, tensor in group.items():
+                opened[name].put(name, tensor)
+
+
+def file_names(total: int) -> list[str]:
+    """Names of `total` files of weights, as Transformers has them."""
     if total == 1:
         return ["model.safetensors"]
     return [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
 
 
-def _write_index(directory: Path, listing: list[tuple[str, TensorSpec]]) -> None:
+def write_weights_index(directory: Path, listing: list[tuple[str, TensorSpec]]) -> None:
     """Say which file holds which tensor, where there is more than one."""
     if len({file for file, _ in listing}) == 1:
         return
