@@ -15,7 +15,7 @@ from bytescale.config.overrides import parse_overrides
 from bytescale.config.schema import Config
 from bytescale.config.tokenizer import is_own
 from bytescale.config.toml import config_keys, load_config, write_config
-from bytescale.data.sources import open_source
+from bytescale.data.sources.source import open_source
 from bytescale.errors import UserError
 
 MINIMAL = """
@@ -47,10 +47,20 @@ def refusal(tmp_path: Path, text: str = MINIMAL, arguments: str | list[str] = ""
 def test_the_list_of_keys_changes_on_purpose_only() -> None:
     assert config_keys() == [
         *("model.preset", "model.path", "model.config"),
-        *("data.source", "data.path", "data.glob", "data.text_field", "data.sources"),
+        *("data.source", "data.path", "data.glob", "data.text_field", "data.content", "data.messages_field"),
+        *("data.loss", "data.chat_template", "data.tokens_field", "data.labels_field", "data.mask_field"),
+        "data.sources",
         *("data.sources.name", "data.sources.weight", "data.sources.epochs", "data.mix"),
         *("data.tokenizer", "data.end_token"),
-        *("data.begin_token", "data.max_context", "data.overlong", "data.validation", "data.cache_dir"),
+        *(
+            "data.begin_token",
+            "data.max_context",
+            "data.overlong",
+            "data.validation",
+            "data.on_error",
+            "data.workers",
+            "data.cache_dir",
+        ),
         *("batch.tokens", "batch.sequences"),
         *("parallel.pp_size", "parallel.tp_size", "parallel.hdp_size", "parallel.shard_size"),
         *("plan.strategy", "plan.tokens_per_rank", "plan.offload", "plan.offload_cap", "plan.profile"),

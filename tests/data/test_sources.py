@@ -19,17 +19,18 @@ from hypothesis import strategies as st
 
 from bytescale.config.data import DataConfig
 from bytescale.data import open_dataset
-from bytescale.data.documents import Document
-from bytescale.data.sources import (
-    Position,
-    TextSource,
+from bytescale.data.sources.chunks import Limits, Position
+from bytescale.data.sources.content import Document
+from bytescale.data.sources.source import (
+    DocumentSource,
+    chunks,
     content_fingerprint,
     document_name,
-    documents_from,
+    documents,
     iter_documents,
     open_source,
 )
-from bytescale.data.walk import find_files
+from bytescale.data.sources.walk import find_files
 from bytescale.errors import UserError
 from tests.data.corpora import write_jsonl, write_tree
 
@@ -147,7 +148,7 @@ def test_parquet(tmp_path: Path) -> None:
     table = pyarrow.table({"body": texts, "n": list(range(602))})
     parquet.write_table(table, tmp_path / "x.parquet", row_group_size=250)
     documents = read("parquet", tmp_path / "*.parquet", text_field="body")
-    assert [d.text for d in documents] == [text or "" for text in texts]
+    assert [d.content for d in documents] == [text or "" for text in texts]
     assert documents[600].name == "x.parquet:600"
     with pytest.raises(UserError, match=r'has no "text".*known: body'):
         read("parquet", tmp_path / "x.parquet")
@@ -157,7 +158,7 @@ def test_parquet(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*cut\.parquet as parquet"):
         read("parquet", tmp_path / "cut.parquet", text_field="body")
     (tmp_path / "x.arrow").write_bytes(b"ARROW1\0\0")
-    with pytest.raises(UserError, match=r"x\.arrow is an Arrow file, which is not supported yet"):
+    with pytest.raises(UserError, match=r'x\.arrow is an Arrow file; set data.source = "arrow"'):
         read("parquet", tmp_path / "x.arrow")
 
 
@@ -167,7 +168,7 @@ def test_python_stdlib_is_long_tailed_and_has_no_packages() -> None:
     assert "json/decoder.py" in source.files
     assert not any("site-packages" in name or "__pycache__" in name for name in source.files)
     assert list(source.files) == sorted(source.files)
-    lengths = [len(document.text) for document in iter_documents(source)]
+    lengths = [len(str(document.content)) for document in iter_documents(source)]
     assert len(lengths) == len(source.files)
     assert min(lengths) < 100 < 100_000 < max(lengths)
 
@@ -274,10 +275,10 @@ def test_compressed_files_and_byte_order_marks(tmp_path: Path, compress: Callabl
     bom = b"\xef\xbb\xbf"
     lines = bom + b'{"text": "one"}\n' + bom + b"\n" + bom + b'{"text": "tw\xc3\xb6"}\n'
     (tmp_path / "lines").write_bytes(compress(lines))
-    assert [d.text for d in read("jsonl", tmp_path / "lines")] == ["one", "twö"]
+    assert [d.content for d in read("jsonl", tmp_path / "lines")] == ["one", "twö"]
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a").write_bytes(compress(bom + " ö\n".encode()))
-    assert [d.text for d in read("text-tree", tmp_path / "text")] == [" ö\n"]
+    assert [d.content for d in read("text-tree", tmp_path / "text")] == [" ö\n"]
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
@@ -290,7 +291,6 @@ def test_damaged_compression(tmp_path: Path, compress: Callable[[bytes], bytes])
 
 
 FOREIGN = [
-    (b"\x28\xb5\x2f\xfd\x04\x58", "compressed with zstd, which is not supported yet"),
     (b"PK\x03\x04\x14\xff", "a zip archive"),
     (b"PAR1\x15\xff", 'a parquet file; set data.source = "parquet"'),
     ("hello".encode("utf-16"), "UTF-16 text; convert it to UTF-8"),
@@ -316,24 +316,24 @@ CHAT = [{"role": "user", "content": "x"}]
         (
             {"messages": [{"role": "user", "content": "x"}]},
             "text",
-            '"messages" holds a chat (a list of messages): chats',
+            '"messages" holds a chat (a list of messages): set data.content = "messages"',
         ),
         (
             {"id": "7", "conversations": [{"from": "me", "value": "x"}]},
             "text",
-            "only plain text is (there is text in id)",
+            'set data.content = "messages" and data.messages_field = "conversations"',
         ),
         (
             {"messages": [{"role": "user", "content": "x"}]},
             "messages",
-            "chats are not supported yet, only plain text is",
+            'holds a chat (a list of messages), not text: set data.content = "messages"',
         ),
         (
             {"input_ids": [1, 2]},
             "text",
-            '"input_ids" holds token ids (a list of integers): token ids are not supported',
+            '"input_ids" holds token ids (a list of integers): set data.content = "tokens"',
         ),
-        ({"input_ids": [1, 2]}, "input_ids", "token ids are not supported yet"),
+        ({"ids": [1, 2]}, "ids", 'set data.content = "tokens" and data.tokens_field = "ids"'),
         ({"doc": {"text": "x"}}, "doc", "holds an object, not text; set data.text_field (known: doc.text)"),
         ({"doc": {"body": "x"}}, "text", "set data.text_field (known: doc.body)"),
         ({"n": 1, "tags": ["a"]}, "n", "holds a number, not text, and nothing else there is text"),
@@ -359,7 +359,7 @@ def test_nested_text(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "x.parquet")
     write_jsonl(tmp_path / "x.jsonl", records)
     for kind in ("jsonl", "parquet"):
-        assert [d.text for d in read(kind, tmp_path / f"x.{kind}", text_field="a.b.c")] == ["one", "", "", "two"]
+        assert [d.content for d in read(kind, tmp_path / f"x.{kind}", text_field="a.b.c")] == ["one", "", "", "two"]
 
 
 def test_text_columns_of_other_types(tmp_path: Path) -> None:
@@ -367,20 +367,22 @@ def test_text_columns_of_other_types(tmp_path: Path) -> None:
     texts = pyarrow.array(["a", "b", None, "a"])
     for column in (texts.dictionary_encode(), texts.cast(pyarrow.large_string())):
         parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
-        assert [d.text for d in read("parquet", tmp_path / "x.parquet")] == ["a", "b", "", "a"]
+        assert [d.content for d in read("parquet", tmp_path / "x.parquet")] == ["a", "b", "", "a"]
     parquet.write_table(pyarrow.table({"text": texts.cast(pyarrow.binary())}), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match='"text" holds bytes, not text: bytes are not supported yet'):
+    with pytest.raises(UserError, match='"text" holds bytes, not text: bytes are not read'):
         read("parquet", tmp_path / "x.parquet")
 
 
-@given(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 30))
-def test_documents_from_any_position(sizes: list[int], first: int) -> None:
+@given(st.lists(st.integers(0, 4), max_size=6), st.integers(1, 4), st.integers(0, 30))
+def test_documents_from_any_chunk(sizes: list[int], num_records: int, first: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         for i, size in enumerate(sizes):
             write_jsonl(Path(directory) / f"{i}.jsonl", [{"text": f"{i} {j}"} for j in range(size)])
-        source = TextSource("jsonl", Path(directory), tuple(f"{i}.jsonl" for i in range(len(sizes))), "text")
-        placed = list(documents_from(source, Position()))
-        assert [document for document, _ in placed] == list(iter_documents(source))
-        begin = placed[first][1] if first < len(placed) else Position()
-        rest = placed[first + 1 :] if first < len(placed) else placed
-        assert list(documents_from(source, begin)) == rest
+        config = DataConfig(source="jsonl", path=directory)
+        source = DocumentSource(config, Path(directory), tuple(f"{i}.jsonl" for i in range(len(sizes))))
+        limits = Limits(1 << 20, num_records)
+        found = list(chunks(source, limits=limits))
+        assert [document for chunk in found for document in documents(source, chunk)] == list(iter_documents(source))
+        assert all(len(chunk.lines) <= num_records for chunk in found)
+        begin = found[first].end if first < len(found) else Position()
+        assert list(chunks(source, begin, limits)) == (found[first + 1 :] if first < len(found) else found)

@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 from bytescale.config.fields import path_field, require, require_at_least, require_choice, unit_field
 
-Source = Literal["text-tree", "jsonl", "parquet", "python-stdlib"]
+Source = Literal["text-tree", "jsonl", "parquet", "arrow", "megatron", "python-stdlib"]
+Content = Literal["text", "messages", "tokens"]
+LossOn = Literal["assistant", "all"]
+OnError = Literal["stop", "skip"]
 Overlong = Literal["split", "drop", "error"]
 Mix = Literal["tokens", "sequences"]
 
@@ -22,8 +25,8 @@ class DocumentsConfig:
     """Where the documents of one source lie, and what is read of them."""
 
     source: Source | None = None
-    """`text-tree` (a directory of text files), `jsonl`, `parquet`, or `python-stdlib` (the `.py` files of the running
-    interpreter)"""
+    """`text-tree` (a directory of text files), `jsonl`, `parquet`, `arrow` (files, or a directory that `datasets`
+    saved), `megatron` (`.bin` and `.idx`), or `python-stdlib` (the `.py` files of the running interpreter)"""
 
     path: str | None = path_field(glob=True)
     """directory, file or glob; not needed by `python-stdlib`"""
@@ -32,13 +35,55 @@ class DocumentsConfig:
     """which files of a `text-tree` are read"""
 
     text_field: str = "text"
-    """JSON key or parquet column"""
+    """key or column that holds the text; `a.b` is `b` inside `a`"""
+
+    content: Content = "text"
+    """what a record of `jsonl`, `parquet` or `arrow` is: `text`; `messages`, a conversation, put into text by the chat
+    template; `tokens`, ids that were made elsewhere and are taken as they stand"""
+
+    messages_field: str = "messages"
+    """key or column that holds the messages, each with `role` and `content`, or `from` and `value`"""
+
+    loss: LossOn = "assistant"
+    """which tokens of a conversation are targets: the `assistant`'s, or `all`"""
+
+    chat_template: str | None = path_field()
+    """file of a chat template in place of the tokenizer's own"""
+
+    tokens_field: str = "input_ids"
+    """key or column that holds the token ids"""
+
+    labels_field: str = "labels"
+    """key or column, where a record has it, that repeats the ids and is -100 where a token is no target"""
+
+    mask_field: str = "loss_mask"
+    """key or column, where a record has it and no labels, that is 0 where a token is no target"""
+
+    @property
+    def wanted_fields(self) -> tuple[str, ...]:
+        """What is read of a record; the first has to be there."""
+        if self.content == "messages":
+            return self.messages_field, "tools"
+        if self.content == "tokens":
+            return self.tokens_field, self.labels_field, self.mask_field
+        return (self.text_field,)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens of the documents may be no targets."""
+        return self.content == "tokens" or (self.content == "messages" and self.loss == "assistant")
 
     def _check(self, section: str) -> None:
         source = self.source
         require(source is not None, f"{section}.source is missing; choose one of {', '.join(_words(Source))}")
         assert source is not None
         require_choice(f"{section}.source", source, Source)
+        require_choice(f"{section}.content", self.content, Content)
+        require_choice(f"{section}.loss", self.loss, LossOn)
+        require(
+            self.content == "text" or source in ("jsonl", "parquet", "arrow"),
+            f'{section}.content = "{self.content}" needs records: {section}.source jsonl, parquet or arrow',
+        )
         require(
             source == "python-stdlib" or self.path is not None, f'{section}.source = "{source}" needs {section}.path'
         )
@@ -98,6 +143,12 @@ class DataConfig(DocumentsConfig):
     """share of the documents that is never trained on, chosen by their contents alone: the same ones whatever the seed,
     the order and the tokenizer, equal documents together"""
 
+    on_error: OnError = "stop"
+    """a document that cannot be read or holds nothing of what was asked for: `stop`, or `skip` it and count it"""
+
+    workers: int | None = None
+    """processes that tokenise, one core each; by default none but the run's own, with the threads of the tokenizer"""
+
     cache_dir: str | None = path_field()
     """directory of tokenised data, shared by the ranks of a node"""
 
@@ -107,6 +158,8 @@ class DataConfig(DocumentsConfig):
         else:
             self._check("data")
         require_choice("data.mix", self.mix, Mix)
+        require_choice("data.on_error", self.on_error, OnError)
+        require_at_least("data.workers", self.workers, 1)
         require_choice("data.overlong", self.overlong, Overlong)
         require_at_least("data.max_context", self.max_context, 2)
         require(0 <= self.validation < 1, f"data.validation = {self.validation}; a share lies in 0..1, below 1")

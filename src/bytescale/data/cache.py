@@ -2,8 +2,9 @@
 
 An entry is a directory named by its key with `tokens.npy` (all documents one after the other, uint16 when every id
 fits, else uint32), `offsets.npy` (int64, document i is tokens[offsets[i]:offsets[i+1]]), `digests.npy` (uint64, of the
-contents of each document) and `meta.json` (counts and file sizes). The key is a digest of source kind, contents,
-tokenizer and format version: changed text or another tokenizer is another entry, a moved or touched file is not.
+contents of each document), for masked sources `mask.npy` (uint8, 1 for targets), and `meta.json` (counts and file
+sizes). The key is a digest of what is read, contents, encoder and format version: changed text or another tokenizer is
+another entry, a moved or touched file is not.
 
 Invariants: an entry appears complete or not at all (built in a directory of its builder's own, then renamed); one
 process builds while the others of its machine wait, where the file system has locks. Where it has none, or they do not
@@ -34,15 +35,16 @@ import numpy.typing as npt
 from bytescale.arrays import IntArray
 from bytescale.data.build import NpyWriter, shards
 from bytescale.data.digests import file_digests, manifest_path
+from bytescale.data.encoding.encoder import Encoder
 from bytescale.data.held_out import DigestArray
-from bytescale.data.sources import TextSource, content_fingerprint
-from bytescale.data.tokenizers import TokenArray, Tokenizer
+from bytescale.data.sources.source import DocumentSource, content_fingerprint
+from bytescale.data.tokenizers import TokenArray
 from bytescale.errors import UserError, counted
 from bytescale.files import expand_home, sync, write_text_atomically
 from bytescale.locks import NOTIFY_AFTER_S, is_gone, locked, machine_name
 
-FORMAT_VERSION = 3
-_ARRAYS = ("tokens.npy", "offsets.npy", "digests.npy")
+FORMAT_VERSION = 4
+_MASK = "mask.npy"
 LEFTOVER_AGE_S = 7 * 24 * 3600.0
 
 
@@ -55,6 +57,8 @@ class TokenCorpus:
         offsets: document i is tokens[offsets[i]:offsets[i+1]]. Shape [num_documents + 1].
         digests: of the contents of each document, see `bytescale.data.held_out`. Shape [num_documents].
         mask: 1 for tokens that are targets, 0 for others; None where all are. Shape [num_tokens].
+        num_ids: 1 + the largest id.
+        num_skipped: documents that were left out because they could not be read or encoded.
         num_frame_tokens: tokens of every document that are not of its text: the end token, and the begin token if any.
         notes: lines for whoever started the run.
     """
@@ -63,6 +67,8 @@ class TokenCorpus:
     offsets: IntArray
     digests: DigestArray
     mask: npt.NDArray[np.uint8] | None = None
+    num_ids: int = 0
+    num_skipped: int = 0
     num_frame_tokens: int = 1
     notes: tuple[str, ...] = ()
 
@@ -77,27 +83,32 @@ def default_cache_dir() -> Path | None:
     return None if base is None else Path(base) / "bytescale"
 
 
-def cache_key(source: TextSource, tokenizer: Tokenizer, manifest: Path | None = None) -> str:
-    """Name of the entry that holds `source` in the ids of `tokenizer`; `manifest` as for `file_digests`.
+def cache_key(source: DocumentSource, encoder: Encoder, manifest: Path | None = None) -> str:
+    """Name of the entry that holds `source` as `encoder` makes it; `manifest` as for `file_digests`.
 
     Raises:
         UserError: a file of the source cannot be read.
     """
-    contents = content_fingerprint(source, file_digests(source.paths, manifest))
-    parts = [f"format {FORMAT_VERSION}", contents, tokenizer.fingerprint]
+    contents = content_fingerprint(source, file_digests(source.content_paths, manifest))
+    parts = [f"format {FORMAT_VERSION}", contents, encoder.fingerprint]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=20).hexdigest()
 
 
 def open_corpus(
-    source: TextSource, tokenizer: Tokenizer, cache_dir: str | None = None, notify_after_s: float = NOTIFY_AFTER_S
+    source: DocumentSource,
+    encoder: Encoder,
+    cache_dir: str | None = None,
+    notify_after_s: float = NOTIFY_AFTER_S,
+    num_workers: int | None = None,
 ) -> TokenCorpus:
     """The tokens of `source`, from the cache or built into it.
 
     Args:
         source: the documents.
-        tokenizer: makes the ids.
+        encoder: makes the tokens.
         cache_dir: directory of entries; None is `default_cache_dir()`, or one in the temporary directory if need be.
         notify_after_s: a longer wait for another process that builds the same entry is reported on stderr.
+        num_workers: processes that tokenise; None is this one.
 
     Raises:
         UserError: a file of the source is bad, the source holds no document, or the cache cannot be written.
@@ -110,7 +121,7 @@ def open_corpus(
         where = "" if asked is None else f" {asked}"
         notes = (f"no cache directory{where} ({problem}): tokenised data is kept in {directory}; see data.cache_dir",)
     assert directory is not None
-    key = cache_key(source, tokenizer, manifest_path(directory, source.root))
+    key = cache_key(source, encoder, manifest_path(directory, source.root))
     # A directory that cannot be written may well hold the entry.
     corpus = _load(directory / key) or (asked and _load(asked / key)) or None
     if corpus is None:
@@ -119,11 +130,20 @@ def open_corpus(
         try:
             with locked(directory / f"{key}.lock", "tokenise the data", notify_after_s):
                 # Another process may have built it while this one waited.
-                corpus = _load(directory / key) or _rebuild(source, tokenizer, directory, key)
+                corpus = _load(directory / key) or _rebuild(source, encoder, directory, key, num_workers)
         except OSError as error:
             raise _cannot_keep(directory, error.strerror or str(error)) from None
-    num_frame_tokens = 1 if tokenizer.begin_id is None else 2
-    return dataclasses.replace(corpus, num_frame_tokens=num_frame_tokens, notes=notes)
+    return dataclasses.replace(
+        corpus, num_frame_tokens=encoder.num_frame_tokens, notes=(*notes, *_skipped(corpus, source))
+    )
+
+
+def _skipped(corpus: TokenCorpus, source: DocumentSource) -> tuple[str, ...]:
+    """A line about documents that were left out."""
+    if corpus.num_skipped == 0:
+        return ()
+    skipped = counted(corpus.num_skipped, "document", ",")
+    return (f"skipped {skipped} under {source.root} (data.on_error); the first: {corpus.notes[0]}",)
 
 
 def _cannot_keep(directory: Path, problem: str) -> UserError:
@@ -167,7 +187,9 @@ def _load(entry: Path) -> TokenCorpus | None:
         tokens = np.load(entry / "tokens.npy", mmap_mode="r", allow_pickle=False)
         offsets = np.load(entry / "offsets.npy", allow_pickle=False)
         digests = np.load(entry / "digests.npy", allow_pickle=False)
+        mask = np.load(entry / _MASK, mmap_mode="r", allow_pickle=False) if _MASK in meta["size_bytes"] else None
         counts = (meta["num_tokens"], meta["num_documents"])
+        num_ids, num_skipped, failure = int(meta["num_ids"]), int(meta["num_skipped"]), str(meta["failure"])
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError):
         return None
     if (
@@ -177,17 +199,31 @@ def _load(entry: Path) -> TokenCorpus | None:
         or offsets[-1] != len(tokens)
     ):
         return None
-    return TokenCorpus(tokens=tokens, offsets=offsets, digests=digests)
+    return (
+        None
+        if mask is not None and len(mask) != len(tokens)
+        else TokenCorpus(
+            tokens=tokens,
+            offsets=offsets,
+            digests=digests,
+            mask=mask,
+            num_ids=num_ids,
+            num_skipped=num_skipped,
+            notes=(failure,) if failure else (),
+        )
+    )
 
 
-def _rebuild(source: TextSource, tokenizer: Tokenizer, directory: Path, key: str) -> TokenCorpus:
+def _rebuild(
+    source: DocumentSource, encoder: Encoder, directory: Path, key: str, num_workers: int | None
+) -> TokenCorpus:
     """Build the entry, in place of a damaged one."""
     _clear_leftovers(directory)
     shard_dir = directory / f".{key}.shards"
     temporary = _own_directory(directory, key)
     temporary.mkdir()
     try:
-        _build(source, tokenizer, temporary, shard_dir)
+        _build(source, encoder, temporary, shard_dir, num_workers)
         _publish(temporary, directory / key)
     except UserError as error:
         # A file that could not be read may be readable next time; data that is put right has another key.
@@ -241,35 +277,43 @@ def _publish(temporary: Path, entry: Path) -> None:
     sync(entry.parent)
 
 
-def _build(source: TextSource, tokenizer: Tokenizer, directory: Path, shard_dir: Path) -> None:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    num_tokens = num_documents = 0
-    with (
-        NpyWriter(directory / "tokens.npy", dtype) as tokens_file,
-        NpyWriter(directory / "offsets.npy", np.dtype("<i8")) as offsets_file,
-        NpyWriter(directory / "digests.npy", np.dtype("<u8")) as digests_file,
-    ):
-        offsets_file.append(np.zeros(1))
-        for shard in shards(source, tokenizer, shard_dir):
-            tokens_file.append(shard.tokens)
-            offsets_file.append(num_tokens + np.cumsum(shard.lengths))
-            digests_file.append(shard.digests)
-            num_tokens += len(shard.tokens)
-            num_documents += len(shard.lengths)
+def _build(source: DocumentSource, encoder: Encoder, directory: Path, shard_dir: Path, num_workers: int | None) -> None:
+    num_tokens = num_documents = num_ids = num_skipped = 0
+    failure = ""
+    with contextlib.ExitStack() as stack:
+        dtypes = {"tokens.npy": encoder.dtype, "offsets.npy": np.dtype("<i8"), "digests.npy": np.dtype("<u8")}
+        dtypes |= {_MASK: np.dtype("u1")} if encoder.is_masked else {}
+        files = {name: stack.enter_context(NpyWriter(directory / name, dtype)) for name, dtype in dtypes.items()}
+        files["offsets.npy"].append(np.zeros(1))
+        for shard in shards(source, encoder, shard_dir, num_workers):
+            encoded = shard.encoded
+            files["tokens.npy"].append(encoded.tokens)
+            files["offsets.npy"].append(num_tokens + np.cumsum(encoded.lengths))
+            files["digests.npy"].append(encoded.digests)
+            if encoded.mask is not None:
+                files[_MASK].append(encoded.mask)
+            num_tokens += len(encoded.tokens)
+            num_documents += len(encoded.lengths)
+            num_ids = max(num_ids, int(encoded.tokens.max(initial=0)) + 1)
+            num_skipped, failure = num_skipped + encoded.num_skipped, failure or encoded.failure
     if num_documents == 0:
+        why = f"; skipped {counted(num_skipped, 'document', ',')}, the first: {failure}" if num_skipped else ""
         raise UserError(
             f'data.source = "{source.kind}" is empty: no document in its {counted(len(source.files), "file")} under '
-            f"{source.root}"
+            f"{source.root}{why}"
         )
     meta = {
         "format": "bytescale-tokens",
         "version": FORMAT_VERSION,
         "source": source.kind,
-        "tokenizer": tokenizer.name,
-        "begin_id": tokenizer.begin_id,
-        "end_id": tokenizer.end_id,
+        "tokenizer": encoder.tokenizer.name,
+        "begin_id": encoder.tokenizer.begin_id,
+        "end_id": encoder.tokenizer.end_id,
         "num_tokens": num_tokens,
         "num_documents": num_documents,
-        "size_bytes": {name: (directory / name).stat().st_size for name in _ARRAYS},
+        "num_ids": num_ids,
+        "num_skipped": num_skipped,
+        "failure": failure,
+        "size_bytes": {name: (directory / name).stat().st_size for name in files},
     }
     write_text_atomically(directory / "meta.json", json.dumps(meta, indent=1))

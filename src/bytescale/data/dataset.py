@@ -20,9 +20,10 @@ import numpy as np
 from bytescale.arrays import IntArray, ceil_div, exclusive_sum
 from bytescale.config.data import DataConfig, Mix, Overlong
 from bytescale.data.cache import TokenCorpus, open_corpus
+from bytescale.data.encoding.encoder import make_encoder
 from bytescale.data.held_out import is_held_out
 from bytescale.data.reader import CorpusReader, TokenReader
-from bytescale.data.sources import document_name, open_source
+from bytescale.data.sources.source import document_name, open_source
 from bytescale.data.tokenizers import Tokenizer, load_tokenizer
 from bytescale.errors import UserError, counted
 
@@ -60,6 +61,8 @@ class DatasetCounts:
         overlong_dropped: documents left out for their length.
         sequences: sequences that remain.
         tokens: tokens in them.
+        without_target: sequences left out because the source masks all their targets.
+        skipped: documents that could not be read or encoded, and were left out as asked.
         other_part: documents that belong to the other part, held out of training or trained on.
     """
 
@@ -69,6 +72,8 @@ class DatasetCounts:
     overlong_dropped: int
     sequences: int
     tokens: int
+    without_target: int = 0
+    skipped: int = 0
     other_part: int = 0
 
     def describe(self) -> str:
@@ -81,6 +86,8 @@ class DatasetCounts:
                 (self.empty_dropped, "empty dropped"),
                 (self.overlong_split, "overlong split"),
                 (self.overlong_dropped, "overlong dropped"),
+                (self.without_target, "sequences without a target dropped"),
+                (self.skipped, "bad documents skipped"),
                 (self.other_part, "in the other part, see data.validation"),
             )
             if count
@@ -240,7 +247,8 @@ def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None, part: P
             continue
         with in_words_of(source_config.name or ""):
             source = open_source(source_config)
-            corpus = open_corpus(source, tokenizer, config.cache_dir)
+            encoder = make_encoder(source_config, tokenizer, config.on_error)
+            corpus = open_corpus(source, encoder, config.cache_dir, num_workers=config.workers)
         if source.left_out:
             notes.append(f"left out under {source.root}: {source.left_out}")
         notes += [note for note in corpus.notes if note not in notes]
@@ -292,7 +300,7 @@ def _sequences(
         )
     kept = np.flatnonzero(ours & ~empty & ~long if overlong == "drop" else ours & ~empty)
     starts, lengths = _cut(np.asarray(corpus.offsets)[kept], lengths[kept], max_context)
-    num_targets = lengths - 1
+    starts, lengths, num_targets, without_target = _with_targets(corpus, starts, lengths)
     counts = DatasetCounts(
         documents=int(ours.sum()),
         empty_dropped=int(empty.sum()),
@@ -300,11 +308,29 @@ def _sequences(
         overlong_dropped=int(long.sum()) if overlong == "drop" else 0,
         sequences=len(lengths),
         tokens=int(lengths.sum()),
+        without_target=without_target,
+        skipped=corpus.num_skipped,
         other_part=corpus.num_documents - int(ours.sum()),
     )
     if not (num_targets > 0).any():
         raise UserError(f"no sequence has a token to predict: {counts.describe()}; check data.path and data.overlong")
     return (starts, lengths, num_targets), counts
+
+
+def _with_targets(corpus: TokenCorpus, starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray, IntArray, int]:
+    """The sequences that the source leaves a target, how many it leaves each, and how many sequences it leaves none."""
+    if corpus.mask is None:
+        return starts, lengths, lengths - 1, 0
+    num_targets = np.zeros_like(lengths)
+    several = np.flatnonzero(lengths > 1)
+    if len(several):
+        begins, ends = starts[several] + 1, starts[several] + lengths[several]
+        # Sums of the mask over [begin, end) of each sequence; the end of the data is the end of the last sum.
+        bounds = np.stack([begins, ends], axis=1).ravel()
+        bounds = bounds[:-1] if bounds[-1] == len(corpus.mask) else bounds
+        num_targets[several] = np.add.reduceat(corpus.mask, bounds, dtype=np.int64)[::2]
+    kept = num_targets > 0
+    return starts[kept], lengths[kept], num_targets[kept], int((~kept).sum())
 
 
 def _cut(starts: IntArray, lengths: IntArray, max_context: int) -> tuple[IntArray, IntArray]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bytescale.data.documents import unreadable
+from bytescale.data.sources.raw import unreadable
 from bytescale.files import file_digest, write_text_atomically
 from bytescale.locks import locked
 

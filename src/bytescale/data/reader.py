@@ -33,6 +33,10 @@ class TokenReader(Protocol):
             labels: the same shape, -100 where a token has no target.
         """
 
+    @property
+    def num_ids(self) -> int:
+        """1 + the largest id of any token."""
+
     def digest(self) -> str:
         """A fingerprint of the tokens, equal for equal data."""
 
@@ -80,6 +84,11 @@ class CorpusReader:
         if corpus.mask is not None:
             labels[corpus.mask[targets] == 0] = IGNORED_LABEL
         return corpus.tokens[start + positions].astype(np.int64), labels
+
+    @property
+    def num_ids(self) -> int:
+        """See `TokenReader.num_ids`."""
+        return max(corpus.num_ids for corpus in self._corpora)
 
     def digest(self) -> str:
         """See `TokenReader.digest`; of tokens spread evenly over the data, and of all places."""

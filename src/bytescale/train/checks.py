@@ -9,7 +9,7 @@ from bytescale.config.schema import Config
 from bytescale.config.tokenizer import check_tokenizer
 from bytescale.cost.profile import read_profile
 from bytescale.data.dataset import in_words_of
-from bytescale.data.sources import open_source
+from bytescale.data.sources.source import open_source
 from bytescale.data.tokenizers import tokenizer_file
 from bytescale.errors import UserError, nearest
 from bytescale.planner import STRATEGIES

@@ -99,6 +99,11 @@ def prepare(config: Config, world_size: int, machine: Machine | None = None) -> 
     config = resolve(config, machine)
     model_config, tokenizer = model_and_tokenizer(config, config.data.max_context)
     dataset = open_dataset(config.data, tokenizer)
+    if dataset.reader.num_ids > model_config.vocab_size:
+        raise UserError(
+            f"the data holds token {dataset.reader.num_ids - 1}, the model has vocab_size {model_config.vocab_size}; "
+            "take the tokenizer that made the data, or a model with its vocabulary"
+        )
     held_out = open_held_out(config, tokenizer)
     shape = shape_of_config(model_config, 4 if config.train.dtype == "float32" else 2)
     check_kernel(config.train.device, TORCH_DTYPES[config.train.dtype], shape.head_dim)

@@ -24,7 +24,7 @@ from bytescale.data import (
     next_batch,
     open_dataset,
 )
-from bytescale.data.sources import open_source
+from bytescale.data.sources.source import open_source
 from bytescale.errors import UserError, counted
 
 _ORDER_SEED = 0

@@ -1,0 +1,1 @@
+"""From documents to token ids and masks: text, ids made elsewhere, and conversations."""
