@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,27 +115,61 @@ class ChatTemplate:
                 continue
             before = self._render(chat, number, add_generation_prompt=True)[0]
             ending = self._render(chat, number + 1)[0]
-            turn = self._turn(text, before, ending, message) if text.startswith(before) else None
+            alone = ending[len(before) :]
+            if not (text.startswith(before) and ending.startswith(before)):
+                turn = None
+            elif number + 1 == len(chat.messages):
+                # A template may close a conversation with more than it closes a turn with.
+                stable = _stable(alone, self._continued(chat, before), _answer(message), self.added_tokens)
+                turn = alone if stable is None else alone[: stable[1]]
+            else:
+                stable = _stable(alone, text[len(before) :], _answer(message), self.added_tokens)
+                turn = None if stable is None else alone[slice(*stable)]
             if turn is None:
                 raise UserError(
                     f"the chat template {self.name} does not let message {number + 1} be found, its text changes with "
                     "what follows; mark it with {% generation %} and {% endgeneration %}, or set data.loss"
                 )
+            trimmed = turn.rstrip()
+            turn = trimmed if trimmed.endswith(self.added_tokens) else turn
             spans.append((len(before), len(before) + len(turn)))
         return text, spans
 
-    def _turn(self, text: str, before: str, ending: str, message: dict[str, Any]) -> str | None:
-        """What the assistant says in `text` after `before`, by how it ends a conversation; None where they differ."""
-        if not ending.startswith(before):
-            return None
-        alone, rest = ending[len(before) :], text[len(before) :]
-        content = message.get("content")
-        answer = content.rpartition(_REASONING_END)[2].strip() if isinstance(content, str) else ""
-        # What comes before the answer may have been dropped; of the answer and its closing nothing may be.
-        last = max(0, alone.rfind(answer)) if answer else 0
-        turn = next((alone[i:] for i in range(last + 1) if rest.startswith(alone[i:])), None)
-        trimmed = (turn or "").rstrip()
-        return trimmed if trimmed.endswith(self.added_tokens) else turn
+    def _continued(self, chat: Chat, before: str) -> str:
+        """What would follow `before` if the user spoke once more after the last message; empty where nobody knows."""
+        try:
+            text = self._render(replace(chat, messages=(*chat.messages, {"role": "user", "content": "."})))[0]
+        except UserError:
+            return ""
+        return text[len(before) :] if text.startswith(before) else ""
+
+
+def _stable(alone: str, rest: str, answer: str, closings: Sequence[str]) -> Span | None:
+    """Which part of the turn `alone`, which ends a conversation, is there too when it goes on as `rest`.
+
+    What comes before the answer may be dropped then; of the answer and its closing nothing may be.
+    """
+    last = alone.rfind(answer) if answer else 0
+    for begin in range(last + 1):
+        common = _common_prefix(alone[begin:], rest)
+        if common == alone[begin:]:
+            return begin, len(alone)
+        answered = last - begin + len(answer)
+        if answer and len(common) >= answered:
+            ends = [place + len(token) for token in closings if (place := common.rfind(token, answered)) >= 0]
+            return (begin, begin + max(ends)) if ends else None
+    return None
+
+
+def _common_prefix(text: str, other: str) -> str:
+    same = (a == b for a, b in zip(text, other, strict=False))
+    return text[: next((place for place, equal in enumerate(same) if not equal), min(len(text), len(other)))]
+
+
+def _answer(message: dict[str, Any]) -> str:
+    """The text of a message that no template drops: what follows its reasoning."""
+    content = message.get("content")
+    return content.rpartition(_REASONING_END)[2].strip() if isinstance(content, str) else ""
 
 
 def _mask(offsets: Iterable[Span], spans: Sequence[Span]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
