@@ -13,7 +13,9 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.tensor_parallel.group import TensorGroup
 from tests.runtime.recorder import Event, Post, Program, Splicer, Taken
 
-COLLECTIVE: Program = [Post("tp", (), ()), Taken("tp", 0)]
+START: Program = [Post("tp", (), ())]
+FINISH: Program = [Taken("tp", 0)]
+COLLECTIVE = START + FINISH
 
 
 class TensorSplicer(Splicer):
@@ -61,12 +63,14 @@ class TensorSplicer(Splicer):
         # The gradient of a layer's output is gathered before anything of the layer is needed; the recomputation then
         # stops when the last input is there.
         again = gather + forward + add + gather if recompute else []
-        return (gather + again + add + gather + backward + add) * num_layers + embedding
+        # The input of a block is gathered once more while its backward goes on.
+        attention, mlp = START + backward + FINISH, START + FINISH
+        return (gather + again + mlp + add + gather + attention + add) * num_layers + embedding
 
 
 def with_peers(event: Event, rank: int, tp_size: int) -> Event:
     """A collective as world rank `rank` takes part in it; any other event as it is."""
-    if event != COLLECTIVE[0]:
+    if event != START[0]:
         return event
     first = rank - rank % tp_size
     others = tuple((first + t, 0) for t in range(tp_size) if first + t != rank)
@@ -76,11 +80,16 @@ def with_peers(event: Event, rank: int, tp_size: int) -> Event:
 @contextmanager
 def recorded_collectives(log: Program) -> Iterator[None]:
     """Write the collectives of a real rank down as well."""
-    run: Any = TensorGroup._run
+    start: Any = TensorGroup._start
+    finish: Any = TensorGroup.finish
 
-    def noted(tp: TensorGroup, *arguments: Any) -> None:
-        run(tp, *arguments)
-        log.extend(COLLECTIVE)
+    def started(*arguments: Any) -> Any:
+        log.extend(START)
+        return start(*arguments)
 
-    with mock.patch.object(TensorGroup, "_run", noted):
+    def finished(*arguments: Any) -> Any:
+        log.extend(FINISH)
+        return finish(*arguments)
+
+    with mock.patch.multiple(TensorGroup, _start=started, finish=finished):
         yield

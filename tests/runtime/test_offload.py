@@ -38,12 +38,14 @@ def plan_at(degree: int, ratio: float) -> StepPlan:
     return rebuilt(plan, columns)
 
 
-def compare(ranks: Ranks, directory: str, dtype: torch.dtype, checkpointing: bool) -> list[tuple[float, str, int, int]]:
+def compare(
+    ranks: Ranks, directory: str, dtype: torch.dtype, checkpointing: bool, tp_size: int = 1
+) -> list[tuple[float, str, int, int]]:
     """(ratio, first gradient that differs, bytes out, bytes in) of every ratio, over three AdamW steps each."""
     decoder = small_decoder("llama", num_hidden_layers=NUM_LAYERS).train()
     if checkpointing:
         recompute_layers(decoder)
-    model, world = LossModel(decoder), world_of(ranks)
+    model, world = LossModel(decoder), world_of(ranks, tp_size=tp_size)
     shard_model(model, world, dtype)
     weights = [p.detach().clone() for p in model.parameters()]
 
@@ -54,7 +56,7 @@ def compare(ranks: Ranks, directory: str, dtype: torch.dtype, checkpointing: boo
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         gradients, reports = [], []
         for step in range(1, 4):
-            data = step_data(plan_at(ranks.size, ratio), ranks.rank, step=step)
+            data = step_data(plan_at(world.hdp_size, ratio), world.hdp_rank, step=step)
             reports.append(run_step(model, CpuKernel(), world, data, offloader).offload)
             gradients.append({name: g.clone() for name, g in full_gradients(model).items()})
             optimizer.step()
@@ -94,6 +96,14 @@ def test_gradients_are_bitwise_equal(
         assert 0 < moved[0.3] < moved[0.5] < moved[1.0]
         assert moved[0.5] == pytest.approx(moved[1.0] / 2, rel=0.1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_what_tensor_parallel_ranks_hold_moves_too(ranks: RankPool, tmp_path: Path) -> None:
+    for rows in ranks.run(4, compare, str(tmp_path), torch.float32, False, 2):
+        assert [differing for _, differing, *_ in rows] == [""] * len(rows)
+        moved = {ratio: (bytes_out, bytes_in) for ratio, _, bytes_out, bytes_in in rows}
+        assert moved[1.0][0] == moved[1.0][1] > moved[0.5][0] > 0
 
 
 # One process, a stand-in for the model: layers that save what a test wants them to.

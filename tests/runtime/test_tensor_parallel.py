@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 from bytescale.config.schema import TrainConfig
 from bytescale.errors import UserError
 from bytescale.plan.step_plan import StepPlan
+from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.attention.kernels import CpuKernel
-from bytescale.runtime.fsdp import clip_gradients, gradient_norm, shard_model
+from bytescale.runtime.attention.work import local_work
+from bytescale.runtime.fsdp import clip_gradients, gather, gradient_norm, shard_model
 from bytescale.runtime.grid import Grid
+from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.model.stages import stage_model
+from bytescale.runtime.sharded import local_tensor
 from bytescale.runtime.tensor_parallel.probe import probe_split
 from bytescale.train.optimizer import make_optimizer
 from bytescale.train.step import run_step
@@ -165,6 +169,35 @@ def test_random_plans_end_and_agree_with_one_rank(ranks: RankPool, plan: StepPla
     loss = ranks.run(1, _loss, alone, architecture, 1, timeout_s=30)[0]
     size = 2 * plan.hdp_size
     assert ranks.run(size, _loss, plan, architecture, 2, timeout_s=30) == pytest.approx([loss] * size, rel=1e-5)
+
+
+def _kept(ranks: Ranks, tp_size: int) -> int:
+    """Bytes that the layers keep of one micro-batch for its backward."""
+    world = world_of(ranks, tp_size=tp_size)
+    model = LossModel(small_decoder("llama", num_hidden_layers=4, intermediate_size=96))
+    shard_model(model, world, torch.float32)
+    gather(model)
+    own = {local_tensor(p).untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    ids_T = torch.arange(600) % 97
+    context = AttentionContext(local_work([600]), CpuKernel(), world.comm)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden_RE = model.hidden_states(ids_T, torch.arange(600), context)
+    assert len(hidden_RE) == 600 // tp_size
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_a_rank_keeps_its_share_of_the_activations(ranks: RankPool) -> None:
+    (whole,) = ranks.run(1, _kept, 1)
+    # Rotary tables are whole on every rank.
+    assert max(ranks.run(2, _kept, 2)) <= 1.05 * whole / 2
 
 
 def test_where_ranks_stand() -> None:

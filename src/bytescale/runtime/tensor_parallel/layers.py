@@ -13,7 +13,7 @@ Invariant: names and whole values of all parameters stay what they were, and tie
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from bytescale.errors import UserError
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.sharded import local_tensor
-from bytescale.runtime.tensor_parallel.group import TensorGroup, gathered, summed
-from bytescale.runtime.tensor_parallel.plan import layer_plan
+from bytescale.runtime.tensor_parallel.group import BlockInput, TensorGroup, gathered, gathered_linear, summed
+from bytescale.runtime.tensor_parallel.plan import block_of, layer_plan
 
 _ROUTED = ("hidden_states", "top_k_index", "top_k_weights")
 """Arguments of an expert module's forward."""
@@ -45,18 +45,17 @@ def split_model(model: LossModel, mesh: DeviceMesh | None, tp: TensorGroup) -> N
     decoder = model.decoder
     plan = layer_plan(decoder.config)
     for layer in model.layers:
-        names = dict(layer.named_modules())
-        for path, dim in plan.linears.items():
-            if path in names:
-                _split_linear(names[path], dim, mesh, tp, f"{decoder.config.model_type!r}: {path}")
-        blocks = [
-            path for path in plan.blocks if any(f"{path}.{leaf}" in names for leaf in _leaves(plan.linears, path))
-        ]
-        for path in blocks:
-            _wrap(names[path], _run_block, tp)
-        experts = [path for path in plan.experts if path in names]
-        for path in experts:
-            _split_experts(names[path], mesh, tp)
+        modules = dict(layer.named_modules())
+        # A layer may lack what another one has: dense layers between those with experts.
+        linears = [path for path in plan.linears if path in modules]
+        for path in linears:
+            _split_linear(modules[path], plan.linears[path], mesh, tp)
+        for block in dict.fromkeys(map(block_of, linears)):
+            at_input = [modules[path] for path in linears if block_of(path) == block and plan.linears[path] == 0]
+            _wrap(modules[block], _run_block, tp, at_input)
+        for path in plan.experts:
+            if path in modules:
+                _split_experts(modules[path], mesh, tp)
     if model.is_first:
         _split_embedding(decoder.get_input_embeddings(), mesh, tp)
     if model.is_last:
@@ -66,10 +65,6 @@ def split_model(model: LossModel, mesh: DeviceMesh | None, tp: TensorGroup) -> N
         else:
             _cut(head, "weight", 0, mesh, tp)
     model.tp = tp
-
-
-def _leaves(linears: Any, block: str) -> list[str]:
-    return [path.rpartition(".")[2] for path in linears if path.rpartition(".")[0] == block]
 
 
 def _cut(module: nn.Module, name: str, dim: int, mesh: DeviceMesh | None, tp: TensorGroup) -> None:
@@ -108,16 +103,16 @@ def _with(
             del vars(module)[name]
 
 
-def _split_linear(linear: nn.Module, dim: int, mesh: DeviceMesh | None, tp: TensorGroup, where: str) -> None:
+def _split_linear(linear: nn.Module, dim: int, mesh: DeviceMesh | None, tp: TensorGroup) -> None:
     if not isinstance(linear, nn.Linear):
-        raise UserError(
-            f"model {where} is no linear layer, which its tensor-parallel plan needs; set parallel.tp_size = 1"
-        )
+        raise UserError(f"{type(linear).__name__} cannot be split over TP ranks yet; set parallel.tp_size = 1")
     _cut(linear, "weight", dim, mesh, tp)
     if dim == 0 and linear.bias is not None:
         _cut(linear, "bias", 0, mesh, tp)
     if dim == 1 and linear.bias is not None:
         _wrap(linear, _run_with_bias_once, tp)
+    elif dim == 0 and type(linear) is nn.Linear:
+        _wrap(linear, _run_at_input)
     _wrap(linear, _run_local)
 
 
@@ -127,18 +122,48 @@ def _run_with_bias_once(linear: nn.Linear, forward: Callable[..., Tensor], tp: T
     return y_TX
 
 
+def _run_at_input(linear: nn.Linear, forward: Callable[..., Tensor], x_1TE: Tensor) -> Tensor:
+    """A layer that, where it is given the very input of its block, does not keep it."""
+    block: BlockInput | None = vars(linear).get(_BLOCK)
+    if block is None or x_1TE is not block.whole_TE:
+        return forward(x_1TE)
+    return gathered_linear(x_1TE, linear.weight, linear.bias, block)
+
+
+_BLOCK = "_block_input"
+"""Attribute of a linear layer while its block runs."""
+
+
 def _run_block(
-    module: nn.Module, forward: Callable[..., Any], tp: TensorGroup, *arguments: Any, **keywords: Any
+    module: nn.Module,
+    forward: Callable[..., Any],
+    tp: TensorGroup,
+    at_input: Sequence[nn.Module],
+    *arguments: Any,
+    **keywords: Any,
 ) -> Any:
-    """A block from own rows [1, R, E] to own rows; what else it returns or is given passes as it is."""
+    """A block from own rows [1, R, E] to own rows; what else it returns or is given passes as it is.
+
+    `at_input` are its layers that may take its input as it comes.
+    """
+    block = BlockInput(tp)
+    own_1RE = arguments[0] if arguments else keywords["hidden_states"]
+    block.whole_TE = gathered(own_1RE[0], tp, block)[None]
     if arguments:
-        arguments = (gathered(arguments[0][0], tp)[None], *arguments[1:])
+        arguments = (block.whole_TE, *arguments[1:])
     else:
-        keywords["hidden_states"] = gathered(keywords["hidden_states"][0], tp)[None]
-    output = forward(*arguments, **keywords)
+        keywords["hidden_states"] = block.whole_TE
+    for linear in at_input:
+        vars(linear)[_BLOCK] = block
+    try:
+        output = forward(*arguments, **keywords)
+    finally:
+        block.whole_TE = None
+        for linear in at_input:
+            del vars(linear)[_BLOCK]
     if isinstance(output, tuple):
-        return (summed(output[0][0], tp)[None], *output[1:])
-    return summed(output[0], tp)[None]
+        return (summed(output[0][0], tp, block)[None], *output[1:])
+    return summed(output[0], tp, block)[None]
 
 
 def _split_experts(experts: Any, mesh: DeviceMesh | None, tp: TensorGroup) -> None:

@@ -39,10 +39,10 @@ class LayerPlan:
     linears: Mapping[str, int]
     experts: tuple[str, ...]
 
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """Paths of the modules that hold split linear layers, in order."""
-        return tuple(dict.fromkeys(path.rpartition(".")[0] for path in self.linears))
+
+def block_of(path: str) -> str:
+    """The path of the module that holds the one at `path`."""
+    return path.rpartition(".")[0]
 
 
 def layer_plan(config: Any) -> LayerPlan:
@@ -59,7 +59,7 @@ def layer_plan(config: Any) -> LayerPlan:
     linears: dict[str, int] = {}
     for path, style in entries.items():
         below = path.removeprefix(_PREFIX)
-        if path in _ENDS or style == _IGNORED or below in experts or below.rpartition(".")[0] in experts:
+        if path in _ENDS or style == _IGNORED or below in experts or block_of(below) in experts:
             continue
         if below == path or style not in _SPLIT:
             raise UserError(f"{name} has a tensor-parallel plan that is not supported yet ({path}: {style}); {alone}")
@@ -96,7 +96,7 @@ def _sizes(config: Any, plan: LayerPlan) -> dict[str, int]:
     if plan.experts:
         keys += ["num_local_experts" if hasattr(config, "num_local_experts") else "num_experts"]
         # Whole experts are spread, so their width need not divide; that of layers without experts must.
-        if not any(block == "mlp" for block in plan.blocks):
+        if "mlp" not in map(block_of, plan.linears):
             keys.remove("intermediate_size")
     sizes = {key: getattr(config, key, None) for key in keys}
     widths = {key: max(size) if isinstance(size, list) and size else size for key, size in sizes.items()}
