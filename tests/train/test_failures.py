@@ -4,14 +4,16 @@ Every launch costs seconds, so checks that need no ranks run in one process; see
 command line alone and `tests/test_launch.py` for the launcher alone.
 """
 
+import ctypes
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,39 @@ def the_end(process: AnyProcess, code: int, pids: Iterable[int] = (), seconds: f
     assert process.returncode == code, errors
     assert not any(map(alive, pids))
     return errors.splitlines()
+
+
+def begin_torchrun(nproc: int, arguments: Sequence[object]) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", nproc, "--master-port", free_port()]
+    words += ["-m", "bytescale", "train", *arguments]
+    return subprocess.Popen(
+        list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class Opened:
+    """How often a file is opened, by any process (inotify)."""
+
+    OPEN, CLOSE = 0x20, 0x10
+
+    def __init__(self, path: Path) -> None:
+        libc = ctypes.CDLL(None)
+        self._fd = libc.inotify_init1(os.O_NONBLOCK)
+        # Closing is watched too: two equal events in a row would be reported as one.
+        assert libc.inotify_add_watch(self._fd, os.fsencode(path), self.OPEN | self.CLOSE) > 0
+
+    def count(self) -> int:
+        with os.fdopen(self._fd, "rb") as file:
+            events = file.read() or b""
+        # int watch, unsigned mask, cookie and length of a name, which a file has none of.
+        return sum(mask & self.OPEN != 0 for _, mask, _, _ in struct.iter_unpack("iIII", events))
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -207,13 +242,22 @@ def test_a_step_that_is_not_finite_can_be_left_out(config: Path, tmp_path: Path)
     assert any("its update was left out" in note for note in summary.notes)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_ends_on_request_with_all_that_it_reached(
-    config: Path, tmp_path: Path, begin: Callable[..., CommandProcess]
+    config: Path, tmp_path: Path, request: pytest.FixtureRequest, begin: Callable[..., AnyProcess], number: int
 ) -> None:
-    process = begin(config, "--nproc", 2, "--train.steps", "100000")
+    """By Ctrl-C under our launcher, and as a scheduler ends torchrun, whose own exit code says nothing."""
+    opened, arguments = Opened(tmp_path / "corpus.jsonl"), [config, "--train.steps", "100000"]
+    if number == signal.SIGINT:
+        process, code = begin(*arguments, "--nproc", 2), 130
+    else:
+        process, code = begin_torchrun(2, arguments), 1
+        request.addfinalizer(process.kill)
     pids = wait_for_step(process, tmp_path / "run", 2)
-    process.send_signal(signal.SIGINT)
-    the_end(process, 130, pids.values(), seconds=60)
+    process.send_signal(number)
+    the_end(process, code, pids.values(), seconds=60)
+    # All ranks together have hashed the corpus once and tokenised it once.
+    assert opened.count() == 2
     run_dir, lines = tmp_path / "run", metrics(tmp_path / "run")
     summary = read_summary(run_dir / "summary.json")
     assert (summary.status, summary.steps) == ("stopped", len(lines))
@@ -239,11 +283,8 @@ def test_idle_ranks_and_odd_lengths(config: Path, tmp_path: Path, begin: Callabl
 
 def test_nodes_of_torchrun(config: Path, tmp_path: Path) -> None:
     """Two nodes on one machine: when a rank of one is killed, the other says what it waited for."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", port]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     arguments = [str(config), "--run.comm_timeout_s", "20", *ENDLESS]
     words = [[*torchrun, "--node-rank", n, "-m", "bytescale", "train", *arguments] for n in "01"]
     nodes = [
