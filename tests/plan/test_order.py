@@ -6,16 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.plan.order import (
-    BACKWARD,
-    FORWARD,
-    connected_components,
-    find_cycle,
-    gangs_of,
-    one_f_one_b,
-    operation_edges,
-    topological_order,
-)
+from bytescale.plan.graph import connected_components, find_cycle, topological_order
+from bytescale.plan.order import BACKWARD, FORWARD, gangs_of, one_f_one_b, operation_edges
 from bytescale.plan.step_plan import StepPlan
 from tests.plans import plan_of, valid_plans
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bytescale.plan.order import topological_order
+from bytescale.plan.graph import topological_order
 from tests.runtime.recorder import Drained, End, Post, Program, Taken
 
 

@@ -18,13 +18,22 @@ Cost: O((micro-batches) * pp_size) nodes and edges, numpy only.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from bytescale.arrays import FloatArray, IntArray, exclusive_sum
+from bytescale.plan.graph import connected_components
 from bytescale.plan.step_plan import StepPlan
 
 FORWARD, BACKWARD = 0, 1
+
+
+class Operation(NamedTuple):
+    """One direction (FORWARD or BACKWARD) of a rank's micro-batch, by number, on one stage."""
+
+    micro_batch: int
+    direction: int
 
 
 @dataclass(frozen=True)
@@ -40,22 +49,6 @@ class Gangs:
     gang: IntArray
     rank: IntArray
     num_gangs: int
-
-
-def connected_components(num_nodes: int, left: IntArray, right: IntArray) -> IntArray:
-    """Lowest node number reachable from each node over the undirected edges (left[i], right[i]). Shape [num_nodes].
-
-    Hooking and pointer jumping: a logarithmic number of vectorised rounds in practice.
-    """
-    label = np.arange(num_nodes, dtype=np.int64)
-    while True:
-        a, b = label[left], label[right]
-        differ = a != b
-        if not differ.any():
-            return label
-        np.minimum.at(label, np.maximum(a, b)[differ], np.minimum(a, b)[differ])
-        while not np.array_equal(label, label[label]):
-            label = label[label]
 
 
 def gangs_of(plan: StepPlan) -> Gangs:
@@ -79,8 +72,8 @@ def one_f_one_b(
     stage: int,
     unit_sizes: Sequence[int] | None = None,
     longest_unit: int = 1,
-) -> list[tuple[int, int]]:
-    """Operations of one stage in 1F1B order, as (micro_batch, FORWARD | BACKWARD).
+) -> list[Operation]:
+    """Operations of one stage in 1F1B order.
 
     Warm-up forwards, then one forward and one backward in turn, then the remaining backwards. With `pp_size` 1 this is
     F0 B0 F1 B1 ... Units run their backwards reversed, so the warm-up is longer by what the longest one needs.
@@ -93,15 +86,28 @@ def one_f_one_b(
         longest_unit: largest unit of the whole plan; all ranks warm up by it, or gangs could wait for each other in a
             circle.
     """
+    columns = _one_f_one_b(num_micro_batches, pp_size, stage, unit_sizes, longest_unit)
+    return [Operation(*row) for row in columns.tolist()]
+
+
+def _one_f_one_b(
+    num_micro_batches: int, pp_size: int, stage: int, unit_sizes: Sequence[int] | None, longest_unit: int
+) -> IntArray:
+    """What `one_f_one_b` returns, as columns. Shape [2 * num_micro_batches, 2]."""
     warm_up = min(pp_size - stage - 1 + longest_unit - 1, num_micro_batches)
-    backward = list(range(num_micro_batches))
+    number = np.arange(num_micro_batches)
+    backwards = number
     if unit_sizes is not None:
-        ends = np.cumsum(unit_sizes).tolist()
-        backward = [i for end, size in zip(ends, unit_sizes, strict=True) for i in reversed(range(end - size, end))]
-    order = [(i, FORWARD) for i in range(warm_up)]
-    for i in range(warm_up, num_micro_batches):
-        order += [(i, FORWARD), (backward[i - warm_up], BACKWARD)]
-    return order + [(i, BACKWARD) for i in backward[num_micro_batches - warm_up :]]
+        sizes = np.asarray(unit_sizes, np.int64)
+        begins = exclusive_sum(sizes)
+        backwards = np.repeat(2 * begins + sizes - 1, sizes) - number
+    # Behind the warm-up forwards take every second place while there are any.
+    is_forward = np.zeros(2 * num_micro_batches, dtype=bool)
+    is_forward[np.where(number < warm_up, number, 2 * number - warm_up)] = True
+    order = np.empty((2 * num_micro_batches, 2), np.int64)
+    order[is_forward, 0], order[is_forward, 1] = number, FORWARD
+    order[~is_forward, 0], order[~is_forward, 1] = backwards, BACKWARD
+    return order
 
 
 def unit_sizes_of(plan: StepPlan) -> list[tuple[int, ...]]:
@@ -121,20 +127,20 @@ def unit_sizes_of(plan: StepPlan) -> list[tuple[int, ...]]:
     return [tuple(sizes[low:high]) for low, high in zip(at[:-1].tolist(), at[1:].tolist(), strict=True)]
 
 
-def rank_order(plan: StepPlan, rank: int, stage: int) -> list[tuple[int, int]]:
+def rank_order(plan: StepPlan, rank: int, stage: int) -> list[Operation]:
     """Operations of one rank and stage, as `one_f_one_b` gives them."""
     sizes = unit_sizes_of(plan)
     longest = max((size for own in sizes for size in own), default=1)
     return one_f_one_b(sum(sizes[rank]), plan.pp_size, stage, sizes[rank], longest)
 
 
-def forward_order(plan: StepPlan, rank: int) -> list[tuple[int, int]]:
+def forward_order(plan: StepPlan, rank: int) -> list[Operation]:
     """Operations of one rank, on every stage, where nothing runs backwards: those of `rank_order` without the rest.
 
     A plan that can be executed can be executed so, even where a send waits until the next stage has received what was
     sent before: whatever waits then, waits for an earlier gang or for the same one on an earlier stage.
     """
-    return [(number, FORWARD) for number in range(int(plan.num_micro_batches()[rank]))]
+    return [Operation(number, FORWARD) for number in range(int(plan.num_micro_batches()[rank]))]
 
 
 def stage_orders(plan: StepPlan) -> Iterator[tuple[IntArray, int, IntArray]]:
@@ -152,8 +158,7 @@ def stage_orders(plan: StepPlan) -> Iterator[tuple[IntArray, int, IntArray]]:
             longest = max(longest, *sizes)
     for sizes, ranks in alike.items():
         for stage in range(plan.pp_size):
-            order = one_f_one_b(sum(sizes), plan.pp_size, stage, sizes, longest)
-            yield np.array(ranks), stage, np.array(order, np.int64)
+            yield np.array(ranks), stage, _one_f_one_b(sum(sizes), plan.pp_size, stage, sizes, longest)
 
 
 def most_in_flight(plan: StepPlan, values: FloatArray) -> FloatArray:
@@ -189,40 +194,3 @@ def operation_edges(plan: StepPlan, gangs: Gangs) -> tuple[int, IntArray, IntArr
     sources += [forward[:, :-1].ravel(), forward[:, 1:].ravel() + 1, forward[:, -1]]
     targets += [forward[:, 1:].ravel(), forward[:, :-1].ravel() + 1, forward[:, -1] + 1]
     return gangs.num_gangs * pp * 2, np.concatenate(sources), np.concatenate(targets)
-
-
-def topological_order(num_nodes: int, source: IntArray, target: IntArray) -> IntArray:
-    """Nodes in an order that respects every edge; nodes on or behind a cycle are missing from it.
-
-    Kahn's algorithm, one vectorised round per level; nodes of a level come in ascending number, so the order is unique.
-    """
-    by_source = np.argsort(source, kind="stable")
-    out_target = target[by_source]
-    out_begin = np.searchsorted(source[by_source], np.arange(num_nodes + 1))
-    waiting = np.bincount(target, minlength=num_nodes)
-    level = np.flatnonzero(waiting == 0)
-    done: list[IntArray] = []
-    while len(level):
-        done.append(level)
-        num_out = out_begin[level + 1] - out_begin[level]
-        edge = np.repeat(out_begin[level] - np.cumsum(num_out) + num_out, num_out) + np.arange(num_out.sum())
-        np.subtract.at(waiting, out_target[edge], 1)
-        touched = np.unique(out_target[edge])
-        level = touched[waiting[touched] == 0]
-    return np.concatenate(done) if done else np.zeros(0, dtype=np.int64)
-
-
-def find_cycle(num_nodes: int, source: IntArray, target: IntArray) -> list[int]:
-    """The nodes of one cycle, in edge order; empty without a cycle."""
-    blocked = np.ones(num_nodes, dtype=bool)
-    blocked[topological_order(num_nodes, source, target)] = False
-    if not blocked.any():
-        return []
-    inside = blocked[source] & blocked[target]
-    predecessor = dict(zip(target[inside].tolist(), source[inside].tolist(), strict=True))
-    node = int(np.flatnonzero(blocked)[0])
-    position: dict[int, int] = {}
-    while node not in position:
-        position[node] = len(position)
-        node = predecessor[node]
-    return list(position)[position[node] :][::-1]

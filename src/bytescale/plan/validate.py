@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from bytescale.arrays import IntArray
 from bytescale.errors import UserError
+from bytescale.plan.graph import find_cycle
 from bytescale.plan.memory import in_flight_tokens, resident_tokens
-from bytescale.plan.order import BACKWARD, find_cycle, gangs_of, operation_edges
+from bytescale.plan.order import BACKWARD, gangs_of, operation_edges
 from bytescale.plan.step_plan import StepPlan
 from bytescale.plan.zigzag import piece_tokens
 

@@ -23,15 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bytescale.plan.order import BACKWARD, FORWARD
+from bytescale.plan.order import BACKWARD, FORWARD, Operation
 from bytescale.runtime.attention.context import AttentionContext
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.p2p import Transfer
 from bytescale.runtime.transport import Message
 from bytescale.runtime.world import World
-
-Operation = tuple[int, int]
-"""(micro_batch, FORWARD | BACKWARD)."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,12 @@ def run_stage(
     """
     stage = _Stage(model, micro_batches, world)
     # A micro-batch without tokens on this rank has nothing to compute and nothing to send, on every stage.
-    busy = [operation for operation in order if micro_batches[operation[0]].num_tokens]
+    busy = [operation for operation in order if micro_batches[operation.micro_batch].num_tokens]
     following = dict(pairwise(busy))
-    for number, direction in order:
+    for operation in order:
+        number, direction = operation
         if micro_batches[number].num_tokens:
-            then = following.get((number, direction))
+            then = following.get(operation)
             if direction == FORWARD:
                 stage.forward(number, then)
             else:
@@ -100,7 +98,7 @@ class _Stage:
     def forward(self, number: int, then: Operation | None) -> None:
         """Run the forward of micro-batch `number`; `then` is the operation after it."""
         batch = self.micro_batches[number]
-        source = batch.input_ids_T if self.world.is_first else self._take((number, FORWARD)).requires_grad_()
+        source = batch.input_ids_T if self.world.is_first else self._take(Operation(number, FORWARD)).requires_grad_()
         self._expect(then, FORWARD)
         with batch.around_forward:
             output = self.model(source, batch.labels_T, batch.position_ids_T, batch.context)
@@ -111,24 +109,24 @@ class _Stage:
             # The TP ranks of an HDP rank have the same loss, and it counts once.
             self.loss_sum += output.detach() if self.world.tp_rank == 0 else 0
         else:
-            self._send((number, FORWARD), output.detach()[0])
+            self._send(Operation(number, FORWARD), output.detach()[0])
 
     def backward(self, number: int, then: Operation | None) -> None:
         """Run the backward of micro-batch `number`; `then` is the operation after it."""
         source, output = self.in_flight.pop(number)
-        gradient = None if self.world.is_last else self._take((number, BACKWARD))[None]
+        gradient = None if self.world.is_last else self._take(Operation(number, BACKWARD))[None]
         self._expect(then, BACKWARD)
         torch.autograd.backward(output, gradient)
         if not self.world.is_first:
             assert source.grad is not None
-            self._send((number, BACKWARD), source.grad)
+            self._send(Operation(number, BACKWARD), source.grad)
 
     def _take(self, operation: Operation) -> Tensor:
         """The input of an operation: a hidden state for a forward, a gradient for a backward."""
         if operation not in self.inbox:
             self._receive(operation)
         transfer, buffer_RE = self.inbox.pop(operation)
-        self.world.pipe[operation[1]].wait(transfer)
+        self.world.pipe[operation.direction].wait(transfer)
         return buffer_RE
 
     def _expect(self, then: Operation | None, direction: int) -> None:
@@ -136,9 +134,9 @@ class _Stage:
 
         From the same direction it must stay behind this operation's own output on their common communicator.
         """
-        if then is None or then[1] == direction:
+        if then is None or then.direction == direction:
             return
-        comes_from_here = self.world.is_first if then[1] == FORWARD else self.world.is_last
+        comes_from_here = self.world.is_first if then.direction == FORWARD else self.world.is_last
         if not comes_from_here:
             self._receive(then)
 
