@@ -4,7 +4,8 @@ A pipeline of P stages waits about (P - 1) first forwards and (P - 1) last backw
 micro-batches differ. So degrees that keep a gang near the time of a full pack are tried, then how many tokens a pack
 holds (smaller packs make the ends cheaper and pay the constant g more often), then how many packs lead
 (`bytescale.planner.search.pipeline_candidate`). At last the orders of `hdp-balance` (`parts.pipeline_orders`) are tried
-at a few of these degrees.
+at a few of these degrees, and at divisors of the ranks, of which gangs of unlike lengths make full rows; then with
+smaller packs at the degrees that came out best.
 
 The makespan of every candidate is computed with the operation graph, so what is compared is what is predicted; it also
 says how long each rank waits, by which the candidate is levelled again.
@@ -33,8 +34,11 @@ _PACK_SHARES = (0.25, 0.06, 0.125, 0.5, 1.0)
 _PACK_TIMES = (2.0, 1.0, 0.5, 0.7, 0.35, 1.3)
 """Most time of a gang, in times of a full pack: what is longer than its neighbours makes every stage wait."""
 
-_ORDER_TIMES = (5.0, 3.0)
+_ORDER_TIMES = (8.0, 5.0, 3.0)
 """The same where whole levels are put in order, which gain from fewer ranks."""
+
+_ORDER_PACK_SHARES = (0.5, 0.25)
+"""Tokens of a pack, as shares, tried there after full packs."""
 
 LEVELLING_ROUNDS = 1
 """How often a candidate is levelled again by the waiting its timeline shows; more gain little (docs/log.md)."""
@@ -64,19 +68,32 @@ def best_pipeline_plan(problem: Problem) -> StepPlan:
     tries([replace(start, degree=power_of_two(start.degree, problem.hdp_size))])
     tries([replace(start, pack_tokens=tokens) for tokens in sizes[1:]])
     tries([replace(start, num_leading=num) for num in (0, 1)])
-    times = () if size > 200_000 else _ORDER_TIMES
-    ordered = _best_order(problem, [start.degree, *_degree_candidates(problem, least, times)])
+    degrees = [start.degree, divisor_of(least, problem.hdp_size)]
+    if size <= 200_000:
+        degrees += [least, *_degree_candidates(problem, least, _ORDER_TIMES)]
+    ordered = _best_order(problem, degrees)
     return ordered if step_s(ordered) < best.step_s * (1 - 1e-6) else best.plan
 
 
+def divisor_of(degree: IntArray, hdp_size: int) -> IntArray:
+    """Degrees rounded up to divisors of the ranks."""
+    divisors = np.flatnonzero(hdp_size % np.arange(1, hdp_size + 1) == 0) + 1
+    rounded: IntArray = divisors[np.searchsorted(divisors, degree)].astype(np.int64)
+    return rounded
+
+
 def _best_order(problem: Problem, degrees: list[IntArray]) -> StepPlan:
-    """The shortest plan of the orders of `hdp-balance` at other degrees than the fewest."""
-    plans = []
-    for degree in degrees:
+    """The shortest plan of the orders of `hdp-balance` at other degrees than the fewest, and with smaller packs."""
+
+    def best_at(degree: IntArray, share: float) -> StepPlan:
         ratio = np.minimum(ratio_at(problem, problem.lengths, degree), 1.0)
-        units = units_of(problem, degree, ratio, problem.fixed_capacity)
-        plans += [units.plan(problem, "best", placed) for placed in pipeline_orders(problem, units)]
-    return shortest_plan(problem, plans)
+        units = units_of(problem, degree, ratio, max(1, int(problem.fixed_capacity * share)))
+        return shortest_plan(problem, (units.plan(problem, "best", p) for p in pipeline_orders(problem, units)))
+
+    distinct = list({degree.tobytes(): degree for degree in degrees}.values())
+    plans = [best_at(degree, 1.0) for degree in distinct]
+    best = distinct[int(np.argmin([step_s(plan) for plan in plans]))]
+    return min([*plans, *(best_at(best, share) for share in _ORDER_PACK_SHARES)], key=step_s)
 
 
 @dataclass(frozen=True)
