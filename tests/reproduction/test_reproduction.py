@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +17,64 @@ from bytescale.reproduction.catalogue import FIGURES
 from bytescale.reproduction.figures import beyond
 from bytescale.reproduction.figures.beyond import run_strategy
 from bytescale.reproduction.figures.case_study import figure_18, figure_20
+from bytescale.reproduction.figures.fused_loss import figure_16
+from bytescale.reproduction.figures.labels import READINGS, byted
 from bytescale.reproduction.figures.offloading import figure_21
 from bytescale.reproduction.figures.small_figures import figure_4, figure_5, figure_6
-from bytescale.reproduction.figures.throughput import MODELS
+from bytescale.reproduction.figures.throughput import MODELS, decay
+from bytescale.reproduction.figures.worked_examples import figure_12, figure_13
 from bytescale.reproduction.published import published
-from bytescale.reproduction.systems import folded_static, paper_workload
+from bytescale.reproduction.rows import Row
+from bytescale.reproduction.store import keep_rows, kept_rows
+from bytescale.reproduction.systems import folded_cost, folded_static, paper_workload
 from bytescale.simulator import simulate
+from bytescale.simulator.workload import stratified_batches
 
 K = 1024
+
+
+def test_levels_and_pipelines_of_the_worked_examples() -> None:
+    share, *bubbles = figure_12()
+    assert share.ours == pytest.approx(0.42, abs=0.02)
+    waits = [row.extra["dp_bubble"] for row in bubbles]
+    assert max(waits[:2]) < 0.002 < 0.4 < waits[2]  # both end together; without attention the wide one idles
+    assert bubbles[1].ours < bubbles[0].ours  # more micro-batches, less bubble
+    ends = {(row.quantity, row.system): row for row in figure_13()}
+    for words in ("DP-Balance", "PP-Balance"):
+        quantity = f"{words}, six ranks: last / mean end"
+        assert ends[quantity, "hdp-balance"].extra["step_s"] <= ends[quantity, "hdp-naive"].extra["step_s"]
+
+
+def test_a_fused_loss_moves_fewer_bytes() -> None:
+    rows = figure_16()
+    assert [round(row.paper or 0, 2) for row in rows] == [6.45, 2.33, 4.23]
+    assert all(row.ours > 1 for row in rows)
+
+
+def test_labels_as_lower_edges_meet_the_stated_sums() -> None:
+    for reading in READINGS[:2]:
+        lengths = stratified_batches(byted(reading), num_batches=1, batch_tokens=K**3, context=2048 * K, seed=0)[0]
+        tokens = float(lengths.sum())
+        assert lengths[lengths >= 128 * K].sum() / tokens == pytest.approx(0.443, abs=0.005)
+        assert lengths[lengths >= 2048 * K].sum() / tokens == pytest.approx(0.121, abs=0.005)
+
+
+def test_decay_is_the_slope_of_the_ends() -> None:
+    rows = []
+    for model in MODELS:
+        for data in ("github", "byted"):
+            for context, rate in (("256K", 8.0), ("2M", 1.0)):
+                rates = {"tokens_per_s": rate**0.5, "static_tokens_per_s": rate}
+                extra = rates | {f"paper_{name}": value for name, value in rates.items()}
+                rows += [
+                    Row("fig17", "speedup", 1.0, 1.0, model, data, context, system, extra)
+                    for system in ("hdp-naive", "hdp-balance")
+                ]
+    found = {(row.data, row.system): row for row in decay(rows)}
+    assert found["github", "static"].ours == pytest.approx(2.0)
+    assert found["github", "hdp-balance"].ours == pytest.approx(2**0.5)
+    assert found["github", "hdp-naive"].paper == 1.23
+    assert found["byted", "static"].paper is None
 
 
 def test_every_constant_has_a_source() -> None:
@@ -48,7 +99,8 @@ def test_a_folded_static_plan_takes_as_long_as_the_whole_one(context: int) -> No
     lengths = np.random.default_rng(1).integers(1, 64 * K, 300)
     arguments = {"hdp_size": 64, "tokens_per_rank": 8192, "cost": cost, "context": context}
     whole = simulate(make_plan(lengths, "static", **arguments), cost)
-    folded = simulate(folded_static(lengths, **arguments), cost)
+    plan = folded_static(lengths, **arguments)
+    folded = simulate(plan, folded_cost(cost, plan))
     assert folded.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
     assert float(folded.ranks.communication_s.mean()) == pytest.approx(float(whole.ranks.communication_s.mean()))
 
@@ -111,7 +163,7 @@ def test_best_is_never_slower_and_near_the_bound_without_a_pipeline() -> None:
 
 def test_chunks_are_faster_than_whole_sequences_within_their_memory() -> None:
     cluster = replace(paper_cluster("mistral-8x7b"), update_s=0.0, hdp_size=64)
-    lengths = paper_workload("github", 256 * K, 4 * K * K, 1).batches[0]
+    lengths = paper_workload("github", 512 * K, 4 * K * K, 1).batches[0]
     times = {}
     for name in ("hdp-balance", "best", "chunked"):
         step, _ = run_strategy(cluster, lengths, name, int(lengths.max()))
@@ -120,6 +172,20 @@ def test_chunks_are_faster_than_whole_sequences_within_their_memory() -> None:
     validate(step.plan)  # its memory rule counts kept tokens and gradients
     assert times["chunked"] < 0.95 * times["best"] < 0.95 * times["hdp-balance"]
     assert times["chunked"] >= lower_bound_s(cluster.cost, lengths, 64, 1) / 4
+
+
+def test_rows_are_kept_for_the_code_that_made_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = figure_12()
+    assert kept_rows(tmp_path, "fig12", 3) is None
+    keep_rows(tmp_path, "fig12", 3, rows)
+    assert kept_rows(tmp_path, "fig12", 3) == rows
+    assert kept_rows(tmp_path, "fig12", 4) is None
+    (file,) = tmp_path.iterdir()
+    file.write_text("[{}]")
+    with pytest.raises(UserError, match="holds no rows of a reproduction"):
+        kept_rows(tmp_path, "fig12", 3)
+    monkeypatch.setattr("bytescale.reproduction.store._PACKAGES", ("cost",))
+    assert kept_rows(tmp_path, "fig12", 3) is None
 
 
 def test_every_figure_of_the_catalogue_gives_json() -> None:

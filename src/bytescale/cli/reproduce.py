@@ -6,6 +6,7 @@ same numbers.
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,23 +22,37 @@ from bytescale.errors import UserError, nearest
 from bytescale.files import write_text_atomically
 from bytescale.reproduction.catalogue import FIGURES, Request
 from bytescale.reproduction.page.document import reproduction_page
-from bytescale.reproduction.page.plots import draw_figure
+from bytescale.reproduction.page.plots import draw_figure, has_picture
 from bytescale.reproduction.page.tables import rows_table
 from bytescale.reproduction.rows import Row
+from bytescale.reproduction.store import keep_rows, kept_rows
 from bytescale.reproduction.systems import NUM_BATCHES
 
 
 @click.command("reproduce")
 @click.argument("figure", default="all", metavar="[FIGURE]")
 @click.option("--batches", "num_batches", type=click.IntRange(min=1), default=NUM_BATCHES, show_default=True)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=lambda: os.cpu_count() or 1,
+    show_default="one a core",
+    help="Processes that compute cells of a figure side by side.",
+)
 @click.option("--out", type=UserPath(), help="Directory for CSV files and pictures.")
 @click.option("--page", type=UserPath(), help="Write the page of tables and pictures here (Markdown).")
+@click.option(
+    "--keep", type=UserPath(), help="Keep computed rows here; take those that this very code computed before."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list of rows and nothing else.")
-def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None, as_json: bool) -> None:
+def reproduce(
+    figure: str, num_batches: int, jobs: int, out: Path | None, page: Path | None, keep: Path | None, as_json: bool
+) -> None:
     """Compute a published figure and print ours, the paper's and the ratio.
 
-    FIGURE is fig4, fig5, fig6, fig17, holdout, fig18, fig19, fig20, fig21, beyond, scaling or all (default). All of
-    them take many minutes with 20 batches a cell, holdout alone about ten; fig4 to fig6 and fig21 take seconds.
+    FIGURE is one of fig4 to fig6, fig12, fig13, fig16 to fig18, fig18b, fig19 to fig21, holdout, offload, labels,
+    beyond and scaling, or all (default). All of them take many minutes with 20 batches a cell; holdout and beyond some
+    minutes each, the small ones seconds.
     """
     if figure != "all" and figure not in FIGURES:
         raise UserError(f"unknown figure {figure!r}; {nearest(figure, [*FIGURES, 'all'])}")
@@ -46,23 +61,34 @@ def reproduce(figure: str, num_batches: int, out: Path | None, page: Path | None
     names = list(FIGURES) if figure == "all" else [figure]
     rows: dict[str, list[Row]] = {}
     for name in names:
-        with _progress(f"{name}: {FIGURES[name].title}") as progress:
-            rows[name] = FIGURES[name].rows(Request(num_batches, progress))
+        rows[name] = _rows(name, num_batches, jobs, keep)
         if not as_json:
             wide_console().print(rows_table(rows[name], f"{name}: {FIGURES[name].title}"))
     pictures = out if out is not None else (page.parent / "images" if page is not None else None)
     for name in names:
         if out is not None:
             _write_csv(rows[name], out / f"{name}.csv")
-        if pictures is not None:
+        if pictures is not None and has_picture(name, rows[name]):
             draw_figure(name, rows[name], pictures / f"reproduce-{name}.svg")
     if page is not None:
         write_text_atomically(page, reproduction_page(rows, num_batches))
     if as_json:
         click.echo(json.dumps([row.to_dict() for name in names for row in rows[name]]))
         return
-    where = resources.files("bytescale.reproduction")
-    click.echo(f"constants: {where / 'calibration.toml'}; published figures: {where / 'published.toml'}")
+    where, cluster = resources.files("bytescale.reproduction"), resources.files("bytescale.resources")
+    constants = f"{cluster / 'paper_cluster.toml'}, {where / 'calibration.toml'}"
+    click.echo(f"constants: {constants}; published figures: {where / 'published.toml'}")
+
+
+def _rows(name: str, num_batches: int, jobs: int, keep: Path | None) -> list[Row]:
+    """The rows of a figure, kept or computed."""
+    if keep is not None and (kept := kept_rows(keep, name, num_batches)) is not None:
+        return kept
+    with _progress(f"{name}: {FIGURES[name].title}") as progress:
+        rows = FIGURES[name].rows(Request(num_batches, progress, jobs))
+    if keep is not None:
+        keep_rows(keep, name, num_batches, rows)
+    return rows
 
 
 @contextmanager

@@ -9,11 +9,13 @@ here. Attention reaches half its speed at blocks of 256 tokens, 94 % at 4K; a ri
 transfer, the kernels of a block and the merge, each with its launch), which is what makes blocks under 2K tokens
 expensive. Hosts are taken to have 2 TB for 8 GPUs.
 
-`paper` is calibrated to the published figures, per HDP rank of LLaMA-7B as in the case study: 2.8 ms for a pair of
-8K blocks, 1.5 ms for 8K of KV, 20 ms of linear work per 8K tokens and layer, a floor of 0.35 ms a ring step; backward
-2.5, 2 and 2 times as long. 16 GB/s of copy bandwidth follows from the offload study at 64K (half the activations free,
-all of them about 28 % slower). Other models scale by their FLOPs and bytes. `dense_flops` counts s*(12h + s), h = 4096.
+`paper` is the paper's cluster: `resources/paper_cluster.toml` has its constants, each with its source, one set for all
+models; three of them are fitted to the 96 speedups of Fig. 17. `dense_flops` counts s*(12h + s), h = 4096.
 """
+
+import tomllib
+from importlib import resources
+from typing import Any
 
 from bytescale.cost.model import ClusterSpec, CostModel, DirectionCost, Link, ModelShape, cost_model
 from bytescale.errors import UserError, nearest
@@ -28,7 +30,6 @@ _MODELS = (
 )
 MODELS: dict[str, ModelShape] = {model.name: model for model in _MODELS}
 
-_PAPER_TOKENS = 8192
 _7B = MODELS["llama-7b"]
 
 
@@ -61,27 +62,40 @@ def _gpu(
     )
 
 
+def paper_constants() -> dict[str, dict[str, Any]]:
+    """Constants of the paper's cluster: name -> value, unit and source."""
+    return tomllib.loads(resources.files("bytescale.resources").joinpath("paper_cluster.toml").read_text("utf-8"))
+
+
+def _paper_cluster(constants: dict[str, dict[str, Any]]) -> ClusterSpec:
+    value = {name: float(entry["value"]) for name, entry in constants.items()}
+    return ClusterSpec(
+        name="paper",
+        gpus_per_node=int(value["gpus_per_node"]),
+        linear_flops_per_s=value["linear_tflops"] * 1e12,
+        attention_flops_per_s=value["attention_tflops"] * 1e12,
+        block_half_tokens=0.0,
+        ring_step_floor_s=value["ring_step_floor_ms"] * 1e-3,
+        layer_overhead_s=0.0,
+        intra_node=Link(0.0, value["intra_node_gb_per_s"] * 1e9),
+        inter_node=Link(value["inter_node_latency_ms"] * 1e-3, value["inter_node_gb_per_s"] * 1e9),
+        copy_bytes_per_s=value["copy_gb_per_s"] * 1e9,
+        memory_bytes=value["memory_gb"] * 1e9,
+        host_memory_bytes=_HOST_BYTES,
+        backward_linear=value["backward_linear"],
+        backward_attention=value["backward_attention"],
+        backward_transfer=value["backward_transfer"],
+        count_head=False,
+        provenance="fitted",
+    )
+
+
 _CLUSTERS = (
     _gpu("h100", linear_tflops=540, attention_tflops=480, nvlink_gb=360, nic_gb=45, copy_gb=40, memory_gb=80),
     _gpu("h800", linear_tflops=540, attention_tflops=480, nvlink_gb=160, nic_gb=45, copy_gb=40, memory_gb=80),
     _gpu("h200", linear_tflops=560, attention_tflops=480, nvlink_gb=360, nic_gb=45, copy_gb=40, memory_gb=141),
     _gpu("a100", linear_tflops=190, attention_tflops=170, nvlink_gb=240, nic_gb=22, copy_gb=20, memory_gb=80),
-    ClusterSpec(
-        name="paper",
-        gpus_per_node=8,
-        linear_flops_per_s=_7B.linear_flops_per_token * _PAPER_TOKENS / 20e-3,
-        attention_flops_per_s=_7B.attention_flops_per_square * _PAPER_TOKENS**2 / 2.8e-3,
-        block_half_tokens=0.0,
-        ring_step_floor_s=0.35e-3,
-        layer_overhead_s=0.0,
-        intra_node=Link(0.0, _7B.kv_bytes_per_token * _PAPER_TOKENS / 1.5e-3),
-        inter_node=Link(0.0, _7B.kv_bytes_per_token * _PAPER_TOKENS / 1.5e-3),
-        copy_bytes_per_s=16e9,
-        memory_bytes=80e9,
-        host_memory_bytes=_HOST_BYTES,
-        count_head=False,
-        provenance="fitted",
-    ),
+    _paper_cluster(paper_constants()),
 )
 CLUSTERS: dict[str, ClusterSpec] = {cluster.name: cluster for cluster in _CLUSTERS}
 

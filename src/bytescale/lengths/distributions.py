@@ -49,7 +49,8 @@ _BYTED = (
 _SHORTEST = 64
 
 
-def _from_token_shares(name: str, rows: tuple[tuple[int, float, float], ...]) -> LengthSource:
+def source_of_token_shares(name: str, rows: tuple[tuple[int, float, float], ...]) -> LengthSource:
+    """Lengths by shares of the tokens; rows of lower edge in K tokens, per cent, exponent of the density inside."""
     low = np.array([max(_SHORTEST, edge * _K) for edge, _, _ in rows])
     high = np.append(low[1:] - 1, low[-1])
     exponent = np.array([a for _, _, a in rows], np.float64)
@@ -94,6 +95,6 @@ def named_distribution(name: str, rest: str) -> LengthSource:
         empty = np.zeros(0, np.int64)
         return LengthSource(name, empty, empty, np.zeros(0), np.zeros(0), max_length=max_length, lognormal=spec)
     if name in ("github", "byted"):
-        return replace(_from_token_shares(name, _GITHUB if name == "github" else _BYTED), max_length=max_length)
+        return replace(source_of_token_shares(name, _GITHUB if name == "github" else _BYTED), max_length=max_length)
     text = resources.files("bytescale").joinpath("resources", "lengths", f"{name}.csv").read_text(encoding="utf-8")
     return replace(parse_csv(text, name), listed=None, max_length=max_length)

@@ -1,11 +1,8 @@
-"""The calibrated clusters of the paper: one set of constants per model, from `calibration.toml`, each with its source.
+"""The paper's cluster under each of its six models: layout, cost model, and what a step costs beside its micro-batches.
 
-A model's constants are the time of one layer and direction on one rank for 8K tokens (C): everything linear, and one
-ring step of 8K keys and values. Attention of a pair of 8K blocks follows from one rate for all models. With C tokens,
-
-    T(s) = attention * (s / C)^2 + linear * (s / C),      ring step = max(attention, transfer, floor).
-
-Nothing here depends on a data set, a context or a strategy. Cost: one small file.
+All models run on one cluster, `--cluster paper` (`resources/paper_cluster.toml`); layouts and the rest stand in
+`calibration.toml`, each with its source. Nothing here depends on a data set, a context or a strategy. Cost: one small
+file.
 """
 
 import tomllib
@@ -13,15 +10,13 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from bytescale.cost.model import CostModel, DirectionCost, Link, ModelShape
-from bytescale.cost.presets import MODELS
+from bytescale.cost.model import ClusterSpec, CostModel, ModelShape, cost_model
+from bytescale.cost.presets import MODELS, cluster_spec
 from bytescale.errors import UserError, nearest
 from bytescale.simulator.overheads import StepOverheads
 
-CALIBRATION_FILE = "src/bytescale/reproduction/calibration.toml"
-"""Where a reader of the repository finds the constants."""
-
-_MS = 1e-3
+CONSTANT_FILES = ("src/bytescale/resources/paper_cluster.toml", "src/bytescale/reproduction/calibration.toml")
+"""Where a reader of the repository finds the constants: of the cluster, and of what runs on it."""
 
 
 @dataclass(frozen=True)
@@ -61,54 +56,29 @@ def read_calibration() -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def constant(table: dict[str, Any], name: str) -> float:
-    """The value of one constant; the file gives value, unit and source of each."""
-    return float(table[name]["value"])
+def constant(name: str) -> float:
+    """The value of one constant that all models share; the file gives value, unit and source of each."""
+    return float(read_calibration()["common"][name]["value"])
 
 
-def paper_cluster(name: str, calibration: dict[str, Any] | None = None) -> PaperCluster:
-    """The calibrated cluster of a model.
+def paper_cluster(name: str, cluster: ClusterSpec | None = None) -> PaperCluster:
+    """The paper's cluster, or another `cluster` in its place, with the layout of a model.
 
     Raises:
-        UserError: a model without calibration; names the nearest.
+        UserError: a model without a layout; names the nearest.
     """
-    values = read_calibration() if calibration is None else calibration
-    models = values["models"]
+    calibration = read_calibration()
+    models, common = calibration["models"], calibration["common"]
     if name not in models:
         raise UserError(f"no calibration for model {name!r}; {nearest(name, models)}")
-    own, common = models[name], values["common"]
-    model = MODELS[name]
-    capacity = int(constant(common, "tokens_per_rank"))
+    own, model = models[name], MODELS[name]
     return PaperCluster(
         model=model,
         tp_size=int(own["tp_size"]),
         pp_size=int(own["pp_size"]),
         hdp_size=int(own["hdp_size"]),
-        tokens_per_rank=capacity,
-        batch_tokens=int(constant(common, "batch_tokens")),
-        cost=_cost(model, own, common, capacity),
-        update_s=constant(common, "update_s"),
-    )
-
-
-def _cost(model: ModelShape, own: dict[str, Any], common: dict[str, Any], capacity: int) -> CostModel:
-    heads = model.num_heads / own["tp_size"]
-    square_s = constant(common, "attention_ms_per_head") * heads * _MS / capacity**2
-    token_s = own["linear_ms"] * _MS / capacity
-    kv_bytes = model.kv_bytes_per_token / own["tp_size"]
-    link = Link(0.0, kv_bytes * capacity / (own["transfer_ms"] * _MS))
-    attention, linear = constant(common, "backward_attention"), constant(common, "backward_linear")
-    return CostModel(
-        name=f"{model.name} on the paper's cluster",
-        num_layers=model.num_layers,
-        forward=DirectionCost(square_s, token_s, 0.0, 1.0),
-        backward=DirectionCost(square_s * attention, token_s * linear, 0.0, constant(common, "backward_transfer")),
-        kv_bytes_per_token=kv_bytes,
-        activation_bytes_per_token=model.activation_bytes_per_token / own["tp_size"],
-        intra_node=link,
-        inter_node=link,
-        ring_step_floor_s=constant(common, "ring_step_floor_ms") * _MS,
-        ranks_per_node=8 // own["tp_size"],
-        copy_bytes_per_s=constant(common, "copy_gb_per_s") * 1e9,
-        provenance="fitted",
+        tokens_per_rank=int(common["tokens_per_rank"]["value"]),
+        batch_tokens=int(common["batch_tokens"]["value"]),
+        cost=cost_model(model, cluster or cluster_spec("paper"), tp_size=int(own["tp_size"])),
+        update_s=float(common["update_s"]["value"]),
     )

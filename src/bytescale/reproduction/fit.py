@@ -1,32 +1,35 @@
-"""Fits the two times of a model that the paper does not print: linear work and a ring step, for C tokens and one layer.
+"""Fits the three rates of the paper's cluster that the paper does not print: linear FLOP/s, ring bandwidth and latency.
 
-Objective: mean |ln(ours / paper)| over the speedups of Fig. 17 in chosen cells. Speedups fix the ratio of the two times
-to each other and to attention, whose rate is common to all models. Search: one factor at a time on a logarithmic grid,
-steps halved three times, from the constants of the file.
+Objective: mean |ln(ours / paper)| over the speedups of Fig. 17 in chosen cells. All models of the cells run on the one
+cluster; their shapes scale it by FLOPs and bytes. Speedups fix the rates in relation to attention, whose rate stays as
+it is. Search: one factor at a time on a logarithmic grid, from the shipped constants, the steps narrowed twice. While a
+step lasts plans are held: static and naive plans depend on no rate at all, the order of hdp-balance hardly does.
 
-`fit_cluster` fits the same two rates (FLOP/s and bytes/s of a GPU) to several models at once, which scales them by
-FLOPs and bytes: what one cluster predicts of models it was not fitted to.
-
-Invariant: equal cells give equal constants. Cost: about 25 evaluations, each 0.1 to 0.3 s a cell and batch.
+Invariant: equal cells give equal constants. Cost: about 40 evaluations of 10 to 20 ms a cell and batch.
 """
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from bytescale.cost.presets import MODELS
+from bytescale.arrays import IntArray
+from bytescale.cost.model import ClusterSpec, Link
+from bytescale.cost.predict import predict
+from bytescale.plan.step_plan import StepPlan
 from bytescale.reproduction.calibration import paper_cluster
 from bytescale.reproduction.published import published
-from bytescale.reproduction.systems import CONTEXTS, paper_workload, step_times_s
+from bytescale.reproduction.systems import CONTEXTS, folded_cost, paper_workload, plan_step
 
 SYSTEMS = {"hdp-naive": "naive", "hdp-balance": "balance"}
 """System -> its key among the published speedups."""
 
-_STEPS = (1.25, 1.12, 1.06)
-_MOST_ROUNDS = 6
+Factors = tuple[float, float, float]
+"""Of linear FLOP/s, of bytes/s and of the latency between nodes."""
+
+_STEPS = (1.2, 1.07)
+_MOST_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,43 @@ class Cell:
     context: str
 
 
-def log_errors(cells: Sequence[Cell], calibration: dict[str, Any], num_batches: int) -> np.ndarray[Any, Any]:
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell and the plans of its batches: static, naive, balance."""
+
+    cell: Cell
+    plans: tuple[tuple[StepPlan, ...], ...]
+
+
+def plan_cell(cell: Cell, cluster: ClusterSpec, num_batches: int, before: PlannedCell | None = None) -> PlannedCell:
+    """The plans of a cell on a cluster; of the plans `before`, those that no rate changes are kept."""
+    paper = paper_cluster(cell.model, cluster)
+    work = paper_workload(cell.data, CONTEXTS[cell.context], paper.batch_tokens, num_batches)
+
+    def plan(lengths: IntArray, names: Sequence[str]) -> tuple[StepPlan, ...]:
+        return tuple(plan_step(paper, lengths, name, work.context) for name in names)
+
+    kept = [plan(b, ("static", "hdp-naive")) for b in work.batches] if before is None else before.plans
+    pairs = zip(work.batches, kept, strict=True)
+    return PlannedCell(cell, tuple((*fixed[:2], *plan(lengths, ("hdp-balance",))) for lengths, fixed in pairs))
+
+
+def log_errors(planned: Sequence[PlannedCell], cluster: ClusterSpec) -> np.ndarray[Any, Any]:
     """ln(ours / paper) of both speedups of every cell. Shape [cells, 2]."""
-    return np.array([_log_errors(cell, calibration, num_batches) for cell in cells])
+    return np.array([_log_errors(cell, cluster) for cell in planned])
 
 
-def _log_errors(cell: Cell, calibration: dict[str, Any], num_batches: int) -> list[float]:
-    cluster = paper_cluster(cell.model, calibration)
-    work = paper_workload(cell.data, CONTEXTS[cell.context], cluster.batch_tokens, num_batches)
+def _log_errors(planned: PlannedCell, cluster: ClusterSpec) -> list[float]:
+    cell, paper = planned.cell, paper_cluster(planned.cell.model, cluster)
+    costs = (folded_cost(paper.cost, planned.plans[0][0]), paper.cost, paper.cost)
+    step_s = [
+        [predict(plan, cost).step_time_s + paper.update_s for plan, cost in zip(plans, costs, strict=True)]
+        for plans in planned.plans
+    ]
+    static, *rates = (1.0 / np.array(step_s)).mean(axis=0)
     table = published()["fig17"][cell.model][cell.data]
     number = list(CONTEXTS).index(cell.context)
-    rate = {system: float((1.0 / step_times_s(cluster, work, system)).mean()) for system in ("static", *SYSTEMS)}
-    return [float(np.log(rate[name] / rate["static"] / table[key][number])) for name, key in SYSTEMS.items()]
+    return [float(np.log(r / static / table[key][number])) for r, key in zip(rates, SYSTEMS.values(), strict=True)]
 
 
 def error(logs: np.ndarray[Any, Any]) -> float:
@@ -57,60 +85,44 @@ def error(logs: np.ndarray[Any, Any]) -> float:
     return float(np.expm1(np.abs(logs).mean()))
 
 
-def fit_model(cells: Sequence[Cell], calibration: dict[str, Any], num_batches: int) -> dict[str, Any]:
-    """The calibration with `linear_ms` and `transfer_ms` of the one model of `cells` fitted to them."""
-    name = cells[0].model
-    own = calibration["models"][name]
-
-    def at(factors: tuple[float, float]) -> dict[str, Any]:
-        changed = copy.deepcopy(calibration)
-        changed["models"][name]["linear_ms"] = own["linear_ms"] * factors[0]
-        changed["models"][name]["transfer_ms"] = own["transfer_ms"] * factors[1]
-        return changed
-
-    return at(_descend(lambda factors: error(log_errors(cells, at(factors), num_batches))))
+def fit_cluster(cells: Sequence[Cell], cluster: ClusterSpec, num_batches: int) -> ClusterSpec:
+    """`cluster` with its three rates fitted to `cells`."""
+    planned: list[PlannedCell] | list[None] = [None] * len(cells)
+    for step in _STEPS:
+        planned = [plan_cell(cell, cluster, num_batches, p) for cell, p in zip(cells, planned, strict=True)]
+        cluster = _fitted(planned, cluster, step)
+    return cluster
 
 
-def fit_cluster(cells: Sequence[Cell], calibration: dict[str, Any], num_batches: int) -> dict[str, Any]:
-    """The calibration of one cluster: linear FLOP/s and ring bytes/s of a GPU, fitted to `cells`, for every model."""
-    names = list(dict.fromkeys(cell.model for cell in cells))
-    start = [float(np.exp(np.mean([np.log(rate(calibration, name)[i]) for name in names]))) for i in (0, 1)]
-
-    def at(factors: tuple[float, float]) -> dict[str, Any]:
-        return with_rates(calibration, start[0] / factors[0], start[1] / factors[1])
-
-    return at(_descend(lambda factors: error(log_errors(cells, at(factors), num_batches))))
+def _fitted(planned: Sequence[PlannedCell], cluster: ClusterSpec, step: float) -> ClusterSpec:
+    found = descend(lambda factors: error(log_errors(planned, scaled(cluster, factors))), step)
+    return scaled(cluster, found)
 
 
-def rate(calibration: dict[str, Any], name: str) -> tuple[float, float]:
-    """Linear FLOP/s and ring bytes/s of one GPU that the constants of a model imply."""
-    own, tokens = calibration["models"][name], float(calibration["common"]["tokens_per_rank"]["value"])
-    model = MODELS[name]
-    flops = model.linear_flops_per_token * tokens / own["tp_size"]
-    return flops / (own["linear_ms"] * 1e-3), model.kv_bytes_per_token * tokens / own["tp_size"] / (
-        own["transfer_ms"] * 1e-3
+def scaled(cluster: ClusterSpec, factors: Factors) -> ClusterSpec:
+    """The cluster with its rates multiplied."""
+    linear, bandwidth, latency = factors
+    link = cluster.inter_node
+    return replace(
+        cluster,
+        linear_flops_per_s=cluster.linear_flops_per_s * linear,
+        inter_node=Link(link.latency_s * latency, link.bytes_per_s * bandwidth),
     )
 
 
-def with_rates(calibration: dict[str, Any], flops_per_s: float, bytes_per_s: float) -> dict[str, Any]:
-    """The calibration in which every model runs at the same rates."""
-    changed = copy.deepcopy(calibration)
-    for name, own in changed["models"].items():
-        now = rate(calibration, name)
-        own["linear_ms"] *= now[0] / flops_per_s
-        own["transfer_ms"] *= now[1] / bytes_per_s
-    return changed
-
-
-def _descend(objective: Callable[[tuple[float, float]], float]) -> tuple[float, float]:
-    """The pair of factors with the least objective, changed one at a time while that helps."""
-    at, best = (1.0, 1.0), objective((1.0, 1.0))
-    for step in _STEPS:
-        for _ in range(_MOST_ROUNDS):
-            moves = [(at[0] * f, at[1]) for f in (step, 1 / step)] + [(at[0], at[1] * f) for f in (step, 1 / step)]
-            values = [objective(move) for move in moves]
-            if min(values) >= best - 1e-6:
-                break
-            best = min(values)
-            at = moves[values.index(best)]
+def descend(objective: Callable[[Factors], float], step: float) -> Factors:
+    """The factors with the least objective, multiplied or divided by `step` one at a time while that helps."""
+    at: Factors = (1.0, 1.0, 1.0)
+    best = objective(at)
+    for _ in range(_MOST_ROUNDS):
+        before = best
+        for axis in range(3):
+            for factor in (step, 1 / step):
+                move = tuple(f * factor if i == axis else f for i, f in enumerate(at))
+                value = objective((move[0], move[1], move[2]))
+                if value < best - 1e-6:
+                    at, best = (move[0], move[1], move[2]), value
+                    break
+        if best == before:
+            break
     return at

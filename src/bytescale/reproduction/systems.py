@@ -77,6 +77,13 @@ def folded_static(
     return replace(plan, lengths=lengths, pieces=pieces, predicted=None)
 
 
+def folded_cost(cost: CostModel, plan: StepPlan) -> CostModel:
+    """The cost model of a folded plan: its rings cross nodes where those of the group it stands for do."""
+    assert plan.pieces.cp_degree is not None
+    crosses = int(plan.pieces.cp_degree.max(initial=1)) > cost.ranks_per_node
+    return replace(cost, intra_node=cost.inter_node) if crosses else cost
+
+
 def paper_problem(cluster: PaperCluster, lengths: IntArray, context: int, offload: Offload = "off") -> Problem:
     """One batch on a cluster of the paper; block plans are allowed, since nothing is trained."""
     return make_problem(
@@ -91,6 +98,22 @@ def paper_problem(cluster: PaperCluster, lengths: IntArray, context: int, offloa
     )
 
 
+def plan_step(
+    cluster: PaperCluster, lengths: IntArray, strategy: str, context: int, offload: Offload = "off"
+) -> StepPlan:
+    """Plan one batch; `static` folded."""
+    if strategy != "static":
+        return make_plan(paper_problem(cluster, lengths, context, offload), strategy)
+    return folded_static(
+        lengths,
+        context=context,
+        hdp_size=cluster.hdp_size,
+        tokens_per_rank=cluster.tokens_per_rank,
+        cost=cluster.cost,
+        pp_size=cluster.pp_size,
+    )
+
+
 def run_step(
     cluster: PaperCluster,
     lengths: IntArray,
@@ -101,18 +124,9 @@ def run_step(
     ulysses: Ulysses | None = None,
 ) -> SimulatedStep:
     """Plan and simulate one batch; `static` runs folded."""
-    if strategy == "static":
-        plan = folded_static(
-            lengths,
-            context=context,
-            hdp_size=cluster.hdp_size,
-            tokens_per_rank=cluster.tokens_per_rank,
-            cost=cluster.cost,
-            pp_size=cluster.pp_size,
-        )
-    else:
-        plan = make_plan(paper_problem(cluster, lengths, context, offload), strategy)
-    return simulate(plan, cluster.cost, cluster.overheads, ulysses=ulysses)
+    plan = plan_step(cluster, lengths, strategy, context, offload)
+    cost = folded_cost(cluster.cost, plan) if strategy == "static" else cluster.cost
+    return simulate(plan, cost, cluster.overheads, ulysses=ulysses)
 
 
 def step_times_s(cluster: PaperCluster, work: Workload, strategy: str, offload: Any = "off") -> npt.NDArray[np.float64]:

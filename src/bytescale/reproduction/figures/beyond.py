@@ -9,8 +9,9 @@ pipeline `chunked` is listed too, with what its plans keep in memory.
 Cost: planning and simulating every batch with every strategy; a few seconds a data set.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ from bytescale.plan.memory import in_flight_tokens
 from bytescale.planner import make_plan
 from bytescale.planner.strategies import fcp
 from bytescale.reproduction.calibration import PaperCluster, paper_cluster
+from bytescale.reproduction.pool import Progress, each
 from bytescale.reproduction.rows import Row
-from bytescale.reproduction.systems import K, folded_static, paper_problem, paper_workload
+from bytescale.reproduction.systems import K, folded_cost, folded_static, paper_problem, paper_workload
 from bytescale.simulator.engine import SimulatedStep, simulate
 from bytescale.simulator.outcome import main_loss, shares
 from bytescale.simulator.overheads import StepOverheads
@@ -53,24 +55,23 @@ SCALING_RANKS = (64, 256, 1024, 4096, 16384)
 CONTEXT = 2048 * K
 NUM_BATCHES = 4
 
-Progress = Callable[[str], None] | None
 
-
-def strategy_table(num_batches: int = NUM_BATCHES, progress: Progress = None) -> list[Row]:
+def strategy_table(num_batches: int = NUM_BATCHES, progress: Progress = None, jobs: int = 1) -> list[Row]:
     """All strategies on four data sets without a pipeline, and on two with one."""
     cells: list[tuple[str, str]] = [("llama-7b", data) for data in DATA]
     cells += [(model, data) for model in PIPELINE_MODELS for data in DATA[:2]]
-    rows: list[Row] = []
-    for model, data in cells:
-        if progress is not None:
-            progress(f"beyond: {model} {data}")
-        cluster = replace(paper_cluster(model), update_s=0.0)
-        work = paper_workload(data, CONTEXT, cluster.batch_tokens, num_batches)
-        context = max(int(batch.max()) for batch in work.batches)
-        names = STRATEGIES if cluster.pp_size == 1 else (*STRATEGIES, CHUNKED)
-        cell = [_strategy_row(cluster, data, context, work.batches, name) for name in names]
-        rows += [row for row in cell if row is not None]
-    return _with_speedups(rows)
+    found = each(partial(_cell_rows, num_batches), cells, jobs, progress)
+    return _with_speedups([row for rows in found for row in rows])
+
+
+def _cell_rows(num_batches: int, cell: tuple[str, str]) -> list[Row]:
+    model, data = cell
+    cluster = replace(paper_cluster(model), update_s=0.0)
+    work = paper_workload(data, CONTEXT, cluster.batch_tokens, num_batches)
+    context = max(int(batch.max()) for batch in work.batches)
+    names = STRATEGIES if cluster.pp_size == 1 else (*STRATEGIES, CHUNKED)
+    rows = [_strategy_row(cluster, data, context, work.batches, name) for name in names]
+    return [row for row in rows if row is not None]
 
 
 def run_strategy(cluster: PaperCluster, lengths: IntArray, name: str, context: int) -> tuple[SimulatedStep, str]:
@@ -84,13 +85,15 @@ def run_strategy(cluster: PaperCluster, lengths: IntArray, name: str, context: i
     }
     strategy = name.removesuffix(ULYSSES)
     heads = None if strategy == name else head_exchange(cluster.model, cluster.tp_size)
+    cost = cluster.cost
     if strategy == "static":
         plan = folded_static(lengths, **arguments)
+        cost = folded_cost(cost, plan)
     elif strategy == fcp.OWN_SETTING:
         plan = make_plan(fcp.in_own_setting(paper_problem(cluster, lengths, context)), "fcp")
     else:
         plan = make_plan(paper_problem(cluster, lengths, context), strategy)
-    return simulate(plan, cluster.cost, StepOverheads(), ulysses=heads), plan.origin or strategy
+    return simulate(plan, cost, StepOverheads(), ulysses=heads), plan.origin or strategy
 
 
 def _strategy_row(cluster: PaperCluster, data: str, context: int, batches: Sequence[IntArray], name: str) -> Row | None:
@@ -157,28 +160,24 @@ def _with_speedups(rows: list[Row]) -> list[Row]:
     return result
 
 
-def scaling(progress: Progress = None) -> list[Row]:
+def scaling(progress: Progress = None, jobs: int = 1) -> list[Row]:
     """`best` and `static` from 64 to 16,384 ranks on one Byted and one GitHub batch of 32M tokens (strong scaling)."""
-    rows = []
+    cells = [(data, ranks) for data in DATA[:2] for ranks in SCALING_RANKS]
+    return [row for rows in each(_scaling_rows, cells, jobs, progress) for row in rows]
+
+
+def _scaling_rows(cell: tuple[str, int]) -> list[Row]:
+    data, ranks = cell
     base = replace(paper_cluster("llama-7b"), update_s=0.0)
-    for data in DATA[:2]:
-        lengths = paper_workload(data, CONTEXT, base.batch_tokens, 1).batches[0]
-        for ranks in SCALING_RANKS:
-            if progress is not None:
-                progress(f"scaling: {data} {ranks} ranks")
-            context = min(CONTEXT, ranks * base.tokens_per_rank)
-            cluster = replace(base, hdp_size=ranks)
-            fits = int(lengths.max()) <= context
-            cut = lengths if fits else np.minimum(lengths, context)
-            bound = lower_bound_s(base.cost, cut, ranks)
-            for name in ("static", "best"):
-                step, _ = run_strategy(cluster, cut, name, int(cut.max()))
-                extra = {
-                    "ranks": ranks,
-                    "step_s": step.step_time_s,
-                    "gap": step.step_time_s / bound,
-                    "context": context,
-                }
-                rate = float(cut.sum()) / step.step_time_s
-                rows.append(Row("scaling", "tokens/s", rate, model="llama-7b", data=data, system=name, extra=extra))
+    lengths = paper_workload(data, CONTEXT, base.batch_tokens, 1).batches[0]
+    context = min(CONTEXT, ranks * base.tokens_per_rank)
+    cluster = replace(base, hdp_size=ranks)
+    cut = np.minimum(lengths, context)
+    bound = lower_bound_s(base.cost, cut, ranks)
+    rows = []
+    for name in ("static", "best"):
+        step, _ = run_strategy(cluster, cut, name, int(cut.max()))
+        extra = {"ranks": ranks, "step_s": step.step_time_s, "gap": step.step_time_s / bound, "context": context}
+        rate = float(cut.sum()) / step.step_time_s
+        rows.append(Row("scaling", "tokens/s", rate, model="llama-7b", data=data, system=name, extra=extra))
     return rows

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.reproduction.calibration import PaperCluster, constant, paper_cluster, read_calibration
+from bytescale.reproduction.calibration import PaperCluster, constant, paper_cluster
 from bytescale.reproduction.published import published
 from bytescale.reproduction.rows import Row
 from bytescale.reproduction.systems import (
@@ -143,16 +143,19 @@ def figure_19(num_batches: int = NUM_BATCHES) -> list[Row]:
             "traffic_over_static": traffic_s[name] / traffic_s["static"],
         }
         rows.append(_row("fig19", "busy kernels / those of hdp-balance", ours, printed, strategy, **extra))
+    halves = published()["fig19"]["traffic_over_static"]
+    for name in ("naive", "balance"):
+        ours = rate[name] / rate["static"]
+        rows.append(_row("fig19", "ring traffic a second / that of static", ours, halves.get(name), _SYSTEMS[name]))
     return rows
 
 
 def figure_20(num_batches: int = NUM_BATCHES) -> list[Row]:
     """One improvement after the other."""
     cluster, paper = paper_cluster(MODEL), published()["fig20"]["speedup"]
-    common = read_calibration()["common"]
     work = _work(cluster, num_batches)
-    loading_s = cluster.batch_tokens * constant(common, "loading_bytes_per_token")
-    loading_s /= constant(common, "loading_mb_per_s") * 1e6
+    loading_s = cluster.batch_tokens * constant("loading_bytes_per_token")
+    loading_s /= constant("loading_mb_per_s") * 1e6
     time_s = {
         "static": step_times_s(cluster, work, "static") + loading_s,
         "naive": step_times_s(cluster, work, "hdp-naive") + loading_s,

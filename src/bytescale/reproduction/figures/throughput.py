@@ -3,11 +3,15 @@
 Throughput is the mean over batches of tokens / step time. Cost: about 1.5 s a cell of 20 batches.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
+
 from bytescale.reproduction.calibration import PaperCluster, paper_cluster
+from bytescale.reproduction.pool import Progress, each
 from bytescale.reproduction.published import published
 from bytescale.reproduction.rows import Row
 from bytescale.reproduction.systems import CONTEXTS, NUM_BATCHES, paper_workload, step_times_s
@@ -17,19 +21,17 @@ MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-70b", "mistral-8x7b", "mi
 DATA = ("github", "byted")
 
 
-def figure_17(num_batches: int = NUM_BATCHES, progress: Callable[[str], None] | None = None) -> list[Row]:
+def figure_17(num_batches: int = NUM_BATCHES, progress: Progress = None, jobs: int = 1) -> list[Row]:
     """96 rows: two systems in each of 48 cells."""
-    rows: list[Row] = []
-    for model in MODELS:
-        cluster = paper_cluster(model)
-        table = published()["fig17"][model]
-        for data in DATA:
-            for number, context in enumerate(CONTEXTS):
-                if progress is not None:
-                    progress(f"{model} {data} {context}")
-                thousands = _tokens_per_s(cluster, data, CONTEXTS[context], num_batches)
-                rows += _cell_rows(model, data, context, thousands, table[data], number)
-    return rows
+    cells = list(product(MODELS, DATA, CONTEXTS))
+    return [row for rows in each(partial(_cell, num_batches), cells, jobs, progress) for row in rows]
+
+
+def _cell(num_batches: int, cell: tuple[str, str, str]) -> list[Row]:
+    model, data, context = cell
+    rates = _tokens_per_s(paper_cluster(model), data, CONTEXTS[context], num_batches)
+    table = published()["fig17"][model][data]
+    return list(_cell_rows(model, data, context, rates, table, list(CONTEXTS).index(context)))
 
 
 def _tokens_per_s(cluster: PaperCluster, data: str, context: int, num_batches: int) -> dict[str, float]:
@@ -59,6 +61,28 @@ def _cell_rows(
                 "paper_static_tokens_per_s": static,
             },
         )
+
+
+def decay(rows: list[Row]) -> list[Row]:
+    """Factor by which throughput falls per doubling of the context, 256K to 2M, geometric mean of the models."""
+    paper, steps = published()["decay"]["github"], len(CONTEXTS) - 1
+    ends = {(r.model, r.data, r.context, r.system): r.extra for r in rows}
+    first, *_, last = CONTEXTS
+    found = []
+    for data in DATA:
+        for system in SYSTEMS:
+            key = "static_tokens_per_s" if system == "static" else "tokens_per_s"
+            row = "hdp-balance" if system == "static" else system
+            pairs = [[ends[m, data, c, row] for c in (first, last)] for m in MODELS]
+            ours, read = (
+                float(np.exp(np.mean([np.log(a[k] / b[k]) for a, b in pairs]) / steps)) for k in (key, f"paper_{key}")
+            )
+            extra = {"paper_from_pixels": read}
+            given = paper[system] if data == "github" else None
+            found.append(
+                Row("decay", "throughput lost per doubling, times", ours, given, None, data, None, system, extra)
+            )
+    return found
 
 
 def orders_that_fail(rows: list[Row]) -> list[str]:

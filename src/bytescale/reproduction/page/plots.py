@@ -23,6 +23,11 @@ def draw_figure(name: str, rows: Sequence[Row], path: Path) -> None:
     save(picture, path)
 
 
+def has_picture(name: str, rows: Sequence[Row]) -> bool:
+    """Whether there is something to draw: a figure of its own kind, or a number beside the paper's."""
+    return name in _DRAWINGS or any(row.paper is not None for row in rows)
+
+
 def _speedups(rows: Sequence[Row]) -> Any:
     """Fig. 17: a panel a model, contexts of both data sets, naive and balance, the paper's as outlines."""
     models = list(dict.fromkeys(row.model for row in rows))
