@@ -28,7 +28,11 @@ from bytescale.planner.explain import explain_step
 
 CAPACITY = 8192
 SPEED_CASES = ((512, 64, 100), (16_384, 4_096, 5), (100_000, 16_384, 3))
-SPEED_COSTS = {"dense-flops": dense_flops(), "paper": preset_cost("llama-7b", "paper"), "h100": preset_cost()}
+SPEED_COSTS = {
+    "dense-flops": dense_flops(),
+    "paper": preset_cost("llama-7b", "paper", tp_size=2),
+    "h100": preset_cost(),
+}
 TABLE_RANKS, TABLE_SEQUENCES, TABLE_MEANS = (64, 512, 4096), (512, 4096, 16384), (2048, 8192)
 REAL_SOURCES = ("wikipedia", "wlb", "magiattention", "github", "byted")
 
@@ -105,7 +109,7 @@ def memory_mib(strategy: str, num: int, ranks: int) -> str:
 
 def memory(strategy: str, num: int, ranks: int) -> None:
     """One plan; prints this process's peak resident memory."""
-    timed(lognormal(num, 8192), strategy, ranks, preset_cost("llama-7b", "paper"), "off")
+    timed(lognormal(num, 8192), strategy, ranks, preset_cost("llama-7b", "paper", tp_size=2), "off")
     # The high-water mark since exec; getrusage would count the parent's memory at the time of the fork.
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     print(f"{int(line.split()[1]) / 1024:.0f}")
@@ -122,7 +126,9 @@ def table(strategy: str) -> None:
                 made, origin, elapsed = timed(lengths, strategy, ranks, dense_flops(), "off")
                 validate(made)
                 short = made.sequence_degrees()[lengths <= CAPACITY] == 1
-                paper, paper_origin, _ = timed(lengths, strategy, ranks, preset_cost("llama-7b", "paper"), "off")
+                paper, paper_origin, _ = timed(
+                    lengths, strategy, ranks, preset_cost("llama-7b", "paper", tp_size=2), "off"
+                )
                 print(
                     f"| {ranks} | {num} | {mean} | {1e3 * elapsed:.0f} | {idle_share(made):.2%} | {short.mean():.1%} | "
                     f"{gap(made):.4f} | {origin} | {gap(paper):.4f} ({paper_origin}) |",
@@ -132,7 +138,7 @@ def table(strategy: str) -> None:
 
 def real(strategy: str, num_batches: int) -> None:
     """32M tokens on 64, 256 and 1,024 ranks, offloading chosen; 64 ranks: lengths cut at 524,288."""
-    cost = preset_cost("llama-7b", "paper")
+    cost = preset_cost("llama-7b", "paper", tp_size=2)
     names = ("lengths", "ranks", "sequences", "longest", "gap", "worst", "imbalance", "plan ms", "bound", "made by")
     header(*names)
     origins: Counter[str] = Counter()
@@ -218,7 +224,7 @@ def alternatives() -> None:
     from bytescale.planner.problem import make_problem
     from bytescale.planner.strategies.hdp_balance import balance_units
 
-    cost = preset_cost("llama-7b", "paper")
+    cost = preset_cost("llama-7b", "paper", tp_size=2)
     header("lengths", "ranks", "buckets", "delta", "step / bound")
     for source, ranks in (("github", 256), ("byted", 256), ("wikipedia", 256)):
         (lengths,) = batches(length_source(source), 1, 0, tokens=32 * 2**20)

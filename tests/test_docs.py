@@ -32,3 +32,17 @@ def test_the_picture_of_the_idea_shows_real_plans() -> None:
         predicted = make_plan(problem, strategy).predicted
         assert predicted is not None
         assert f"{predicted.step_time_s:.2f} s" in text
+
+
+def test_every_figure_of_the_readme_says_what_kind_it_is() -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    kinds = ("measured", "predicted", "simulated", "fitted")
+    results = text.split("| what | figure | kind |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(results) > 8
+    for row in results:
+        assert row.split("|")[3].strip().startswith(kinds), row
+    others = [part for part in text.split("\n\n") if "| what | figure | kind |" not in part]
+    unsaid = [
+        part for part in others if re.search(r"\d ?%|\d(\.\d+)?x\b", part) and not re.search("|".join(kinds), part)
+    ]
+    assert unsaid == []
