@@ -226,7 +226,8 @@ def _grid(rows: Sequence[Row], cell: Callable[[Row], str], with_static: bool = F
 
 def _beyond_words(rows: Sequence[Row]) -> str:
     """`best` against all others, batch by batch, and against the bound."""
-    worst, lead = 1.0, {}
+    worst = 1.0
+    lead: dict[tuple[str | None, str | None], float] = {}
     for row in rows:
         if row.system in ("best", "chunked", fcp.OWN_SETTING) or str(row.system).endswith(ULYSSES):
             continue
@@ -253,7 +254,8 @@ def _beyond_words(rows: Sequence[Row]) -> str:
         f"bound in the worst batch. With one it takes {min(piped):.2f} to {max(piped):.2f} times the bound,\n"
         f"hdp-balance {min(balance):.2f} to {max(balance):.2f}; the bound lets all stages work all the time, while a\n"
         "long sequence crosses them one after another. It is "
-        f"{math.exp(np.mean(np.log(list(lead.values())))):.2f} times as fast as the best rival of each cell in the mean.\n"
+        f"{math.exp(np.mean(np.log(list(lead.values())))):.2f} times as fast as the best rival of each cell, in the\n"
+        "geometric mean. "
         "`chunked` takes "
         f"{min(chunk_gaps):.2f} to {max(chunk_gaps):.2f} times the bound and\n"
         f"is {min(chunks):.2f} to {max(chunks):.2f} times as fast as hdp-balance. Between forward and backward it\n"
