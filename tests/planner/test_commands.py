@@ -117,7 +117,7 @@ def test_tables_fit_into_120_columns() -> None:
     console = Console(width=300)
     compared = comparison_table([{"strategy": name, **figures} for name in STRATEGIES], "title")
     assert console.measure(compared).maximum <= TABLE_WIDTH
-    names = ("compute", "communication", "copy", "gang_wait", "pp_bubble", "dp_bubble", "overheads")
+    names = ("compute", "tensor", "communication", "copy", "gang_wait", "pp_bubble", "dp_bubble", "overheads")
     step = {
         "sequences": 999_999,
         "tokens": 4.19e6,

@@ -21,6 +21,8 @@ from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.model.decoder import build_decoder
 from bytescale.runtime.model.hf_config import load_model_config
 from bytescale.runtime.model.probe import probe
+from bytescale.runtime.tensor_parallel.plan import check_sizes
+from bytescale.runtime.tensor_parallel.probe import probe_split
 from tests.plans import placed
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import even_stages, reference_of, step_of
@@ -31,6 +33,7 @@ BOUND = 2e-4
 """Largest error of a gradient over its largest entry, in fp32."""
 
 TWO_RANKS = placed([40, 21], [[(0, 0), (1, 0)], [(1, 1)]], 2)
+TWO_SEQUENCES = placed([40, 21], [[(0, 0)], [(0, 1)]], 1)
 TWO_STAGES = placed([40, 21], [[(0, 0)], [(0, 1)]], 1, pp_size=2)
 
 SIZES: dict[str, Any] = {
@@ -85,13 +88,15 @@ OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one architecture: the line that refused it, whole or in stages; or the errors of its gradients."""
+    """What became of one architecture: the line that refused it, whole, in stages or split; or errors of gradients."""
 
     name: str
     refusal: str = ""
     no_stages: str = ""
+    no_split: str = ""
     ranks_error: float | None = None
     stages_error: float | None = None
+    split_error: float | None = None
 
 
 def architectures() -> list[str]:
@@ -122,17 +127,23 @@ def judge(name: str) -> Verdict:
         probe(decoder, CONTEXT)
     except UserError as error:
         return Verdict(name, refusal=str(error))
+    no_stages = no_split = ""
     try:
         probe(decoder, CONTEXT, even_stages(decoder, 2))
     except UserError as error:
-        return Verdict(name, no_stages=str(error))
-    return Verdict(name)
+        no_stages = str(error)
+    try:
+        check_sizes(decoder.config, 2)
+        probe_split(decoder, CONTEXT, 2)
+    except UserError as error:
+        no_split = str(error)
+    return Verdict(name, no_stages=no_stages, no_split=no_split)
 
 
-def _error(ranks: Ranks, name: str, plan: StepPlan) -> float:
+def _error(ranks: Ranks, name: str, plan: StepPlan, tp_size: int = 1) -> float:
     """The largest error of a gradient on this rank, over the gradient's largest entry."""
     _, expected = reference_of(plan, built(name))
-    _, found, _ = step_of(ranks, plan, built(name))
+    _, found, _ = step_of(ranks, plan, built(name), tp_size=tp_size)
     return max(float((g - expected[k]).abs().max() / expected[k].abs().max().clamp_min(1e-4)) for k, g in found.items())
 
 
@@ -147,12 +158,13 @@ def _measured(pool: RankPool, verdict: Verdict) -> Verdict:
         return verdict
     by_ranks = _largest(pool, verdict.name, TWO_RANKS)
     by_stages = None if verdict.no_stages else _largest(pool, verdict.name, TWO_STAGES)
-    return replace(verdict, ranks_error=by_ranks, stages_error=by_stages)
+    by_split = None if verdict.no_split else _largest(pool, verdict.name, TWO_SEQUENCES, 2)
+    return replace(verdict, ranks_error=by_ranks, stages_error=by_stages, split_error=by_split)
 
 
-def _largest(pool: RankPool, name: str, plan: StepPlan) -> float:
+def _largest(pool: RankPool, name: str, plan: StepPlan, tp_size: int = 1) -> float:
     try:
-        return max(pool.run(2, _error, name, plan))
+        return max(pool.run(2, _error, name, plan, tp_size))
     except AssertionError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return float("inf")
@@ -168,17 +180,18 @@ def page(verdicts: Sequence[Verdict]) -> Iterator[str]:
         "others refused by the line shown. Written by `python -m tests.runtime.sweep`; the suite holds it to be true.",
         "",
         "The columns compare one training step with plain Hugging Face in one process, each sequence alone: two ranks",
-        "that share a sequence, and two pipeline stages. Figures are the largest error of any gradient over the",
-        "gradient's largest entry, in fp32.",
+        "that share a sequence, two pipeline stages, and two ranks of tensor parallelism. Figures are the largest",
+        "error of any gradient over the gradient's largest entry, in fp32.",
         "",
         "## Trained",
         "",
-        "| architecture | two ranks | two stages |",
-        "| --- | --- | --- |",
+        "| architecture | two ranks | two stages | two TP ranks |",
+        "| --- | --- | --- | --- |",
     )
     for v in accepted:
         stages = f"{v.stages_error:.0e}" if v.stages_error is not None else f"refused: {_reason(v, v.no_stages)}"
-        yield f"| {v.name} | {v.ranks_error:.0e} | {stages} |"
+        split = f"{v.split_error:.0e}" if v.split_error is not None else f"refused: {_reason(v, v.no_split)}"
+        yield f"| {v.name} | {v.ranks_error:.0e} | {stages} | {split} |"
     yield from ("", "## Refused", "", "| architecture | line |", "| --- | --- |")
     yield from (f"| {v.name} | {_reason(v, v.refusal)} |" for v in verdicts if v.refusal)
 

@@ -11,9 +11,9 @@ from tests.runtime.sweep import BOUND, PAGE, architectures, page, sweep
 def test_no_decoder_is_silently_wrong(ranks: RankPool) -> None:
     verdicts = sweep(ranks, architectures())
     for verdict in verdicts:
-        for error in (verdict.ranks_error, verdict.stages_error):
+        for error in (verdict.ranks_error, verdict.stages_error, verdict.split_error):
             assert error is None or error < BOUND, verdict
-        for line in (verdict.refusal, verdict.no_stages):
+        for line in (verdict.refusal, verdict.no_stages, verdict.no_split):
             assert len(line) <= 360 and "\n" not in line, verdict
     written = PAGE.read_text().splitlines()
     # Errors differ from machine to machine, verdicts do not.

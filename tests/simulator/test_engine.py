@@ -12,7 +12,8 @@ from bytescale.cost.model import Link
 from bytescale.cost.predict import predict
 from bytescale.lengths.source import length_source
 from bytescale.planner import plan as make_plan
-from bytescale.simulator import StepOverheads, shares, simulate, step_overheads, stratified_batches
+from bytescale.simulator import StepOverheads, shares, simulate, step_overheads, step_spans, stratified_batches
+from tests.plans import drawn
 from tests.simulator.plans import linear_cost, one_layer
 
 
@@ -155,7 +156,7 @@ def test_every_second_of_every_rank_is_accounted_for(
     idle = ranks.gang_wait_s + ranks.pp_bubble_s + ranks.dp_bubble_s
     fixed = extra.gather_s + extra.reduce_s + extra.update_s + step.exposed_input_s
     np.testing.assert_allclose(ranks.busy_s + idle + fixed, step.step_time_s, rtol=1e-9)
-    for table in (ranks.compute_s, ranks.communication_s, ranks.copy_s, idle):
+    for table in (ranks.compute_s, ranks.tensor_s, ranks.communication_s, ranks.copy_s, idle):
         assert table.min() >= -1e-9 * step.step_time_s
     for resource in (ranks.transfer_s, ranks.d2h_s, ranks.h2d_s):
         assert np.all(resource <= step.makespan_s * (1 + 1e-9))
@@ -164,6 +165,21 @@ def test_every_second_of_every_rank_is_accounted_for(
         assert step.step_time_s == predict(plan, cost).step_time_s
         assert plan.predicted is not None
         assert step.step_time_s == plan.predicted.step_time_s
+
+
+def test_collectives_of_tensor_parallelism_are_told_apart() -> None:
+    """4 of 7/8 of a hidden state a layer and direction; the recomputed forward again in the backward."""
+    plan = drawn("4096 100", "0[0/2] 1", "0[1/2]", num_layers=32)
+    for recompute in (False, True):
+        cost = preset_cost("llama-7b", "h100", tp_size=8, recompute=recompute)
+        step = simulate(plan, cost)
+        hidden_s = 4096 * 2 * 7 / 8 / cost.intra_node.bytes_per_s
+        expected = 32 * 4 * hidden_s * np.array([2148, 2048]) * (3 if recompute else 2)
+        np.testing.assert_allclose(step.ranks.tensor_s[:, 0], expected)
+        spans = [span for span in step_spans(step, [0, 1]) if span.category == "tensor"]
+        assert len(spans) == 4
+        assert sum(span.duration_s for span in spans) == pytest.approx(expected.sum(), rel=1e-3)
+    assert simulate(plan, preset_cost("llama-7b", "h100")).ranks.tensor_s.max() == 0
 
 
 def test_block_plans_run_too() -> None:

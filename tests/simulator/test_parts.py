@@ -190,7 +190,7 @@ def test_components_add_up() -> None:
     cost = preset_cost("llama-7b", "h100")
     plan = make_plan([30000, 200, 9000], "hdp-naive", hdp_size=8, tokens_per_rank=4096, cost=cost, offload="auto")
     parts = components(plan, cost)
-    np.testing.assert_allclose(parts.compute_s + parts.communication_s + parts.copy_s, parts.total_s)
+    np.testing.assert_allclose(parts.compute_s + parts.tensor_s + parts.communication_s + parts.copy_s, parts.total_s)
     assert parts.compute_s.min() > 0
 
 

@@ -142,6 +142,8 @@ class DirectionCost:
     transfer: float
     head_token_s: float = 0.0
     embedding_token_s: float = 0.0
+    tensor_token_s: float = 0.0
+    """of `token_s`, what tensor parallelism's collectives take"""
 
     @property
     def ends_token_s(self) -> float:
@@ -190,25 +192,29 @@ class CostModel:
 def cost_model(model: ModelShape, cluster: ClusterSpec, *, tp_size: int = 1, recompute: bool = False) -> CostModel:
     """Coefficients of `model` on `cluster`; a rank is `tp_size` GPUs, which split every matrix and every head.
 
-    Tensor parallelism adds two all-reduces of the hidden state a layer and direction over the `intra_node` link
-    (2*(tp-1)/tp of it each), which nothing hides.
+    Tensor parallelism adds, a layer and direction, two gathers of the hidden state of all rows and two sums of it over
+    the `intra_node` link ((tp-1)/tp of it each), which nothing hides. The inputs of blocks, which the backward gathers
+    again, travel while it computes.
     """
     if tp_size < 1 or cluster.gpus_per_node % tp_size:
         raise UserError(
             f"tp_size is {tp_size}; it must divide the {cluster.gpus_per_node} GPUs of a {cluster.name} node"
         )
     hidden_bytes = model.hidden_size * model.dtype_bytes
-    all_reduce_s = 2 * 2 * (tp_size - 1) / tp_size * hidden_bytes / cluster.intra_node.bytes_per_s
+    tensor_s = 2 * 2 * (tp_size - 1) / tp_size * hidden_bytes / cluster.intra_node.bytes_per_s
     linear_s = model.linear_flops_per_token / cluster.linear_flops_per_s / tp_size
     square_s = model.attention_flops_per_square / cluster.attention_flops_per_s / tp_size
     head_s = model.head_flops_per_token / cluster.linear_flops_per_s / tp_size if cluster.count_head else 0.0
-    forward = DirectionCost(square_s, linear_s + all_reduce_s, cluster.layer_overhead_s, 1.0, head_s)
+    forward = DirectionCost(
+        square_s, linear_s + tensor_s, cluster.layer_overhead_s, 1.0, head_s, tensor_token_s=tensor_s
+    )
     backward = DirectionCost(
         square_s * cluster.backward_attention,
-        linear_s * cluster.backward_linear + all_reduce_s,
+        linear_s * cluster.backward_linear + tensor_s,
         cluster.layer_overhead_s * cluster.backward_linear,
         cluster.backward_transfer,
         head_s * cluster.backward_linear,
+        tensor_token_s=tensor_s,
     )
     return CostModel(
         name=f"{model.name} on {cluster.name}" + (f", tp {tp_size}" if tp_size > 1 else ""),

@@ -21,6 +21,7 @@ MAX_SPANS = 20_000
 CATEGORY_COLOURS = (
     ("forward", "#4c78a8"),
     ("backward", "#1f3b5c"),
+    ("tensor", "#9ecae9"),
     ("communication", "#e45756"),
     ("copy", "#f58518"),
     ("wait", "#dddddd"),
@@ -50,6 +51,10 @@ _NARROW = {"exposed communication": "exposed comms", "tokens/s": "tokens /s"}
 def simulation_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """One line a batch: step, throughput, where the time of the mean rank goes, memory."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
+    tensor = max((row["shares"]["tensor"] for row in rows), default=0.0)
+    if tensor:
+        table.caption = f"compute includes the collectives of tensor parallelism, at most {tensor:.1%}"
+        table.caption_justify = "left"
     columns = [
         "plan",
         "sequences",
@@ -64,7 +69,7 @@ def simulation_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         justify: Literal["left", "right"] = "left" if name == "plan" else "right"
         table.add_column(_NARROW.get(name, name).replace(" ", "\n"), justify=justify, no_wrap=True)
     for row in rows:
-        shares = row["shares"]
+        shares = row["shares"] | {"compute": row["shares"]["compute"] + row["shares"]["tensor"]}
         table.add_row(
             row["strategy"],
             units.count(row["sequences"]),

@@ -184,6 +184,8 @@ def _sum_over_tp(model: LossModel, tp: TensorGroup) -> None:
     whatever it is the weight. Gradients are sharded alike on the TP ranks of an HDP rank.
     """
     parts = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None and not is_split(p)]
+    if not parts:
+        return
     summed = tp.sum_(torch.cat([part.flatten() for part in parts]))
     for part, total in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
         part.copy_(total.view_as(part))

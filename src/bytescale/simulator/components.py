@@ -2,7 +2,7 @@
 
 The totals are those of `bytescale.cost.predict`, so the simulator cannot disagree with the planner; this module splits
 them. The planner counts with rings; here attention may exchange heads instead (`bytescale.cost.micro_batch`).
-Invariant: compute + communication + copy = total, each at least 0 up to rounding. Cost: O(pieces), numpy.
+Invariant: compute + tensor + communication + copy = total, each at least 0 up to rounding. Cost: O(pieces), numpy.
 """
 
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ class Components:
 
     Attributes:
         total_s: own time of the micro-batch, waiting excluded.
+        tensor_s: collectives of tensor parallelism.
         communication_s: attention communication that no compute hides.
         copy_s: offload copies that nothing hides.
         transfer_s: how long the P2P link of a rank is busy, hidden or not.
@@ -30,6 +31,7 @@ class Components:
     """
 
     total_s: FloatArray
+    tensor_s: FloatArray
     communication_s: FloatArray
     copy_s: FloatArray
     transfer_s: FloatArray
@@ -37,7 +39,7 @@ class Components:
 
     @property
     def compute_s(self) -> FloatArray:
-        return self.total_s - self.communication_s - self.copy_s
+        return self.total_s - self.tensor_s - self.communication_s - self.copy_s
 
 
 def components(
@@ -64,7 +66,8 @@ def components(
     alone = durations(plan, replace(cost, intra_node=free, inter_node=free, ring_step_floor_s=0.0), rank_speed)
     exposed_s = totals_s - np.stack([alone.forward_s, alone.backward_s])
     nothing = np.zeros_like(totals_s)
-    return Components(totals_s, exposed_s, nothing, exposed_s, nothing)
+    tensor_s = _tensor_s(plan, cost, _scale(plan, cost, rank_speed))
+    return Components(totals_s, tensor_s, exposed_s, nothing, exposed_s, nothing)
 
 
 def _on_stages(
@@ -73,17 +76,32 @@ def _on_stages(
     """From one layer to the layers of each stage."""
     forward, backward = times
     total = stage_durations(plan, cost, forward.total_s, backward.total_s, rank_speed)
-    scale = np.broadcast_to(stage_layers(cost, plan.pp_size).astype(np.float64), total.forward_s.shape)
-    if rank_speed is not None:
-        scale = scale / np.repeat(rank_speed, plan.num_micro_batches())[:, None]
+    scale = _scale(plan, cost, rank_speed)
 
     def both(name: str) -> FloatArray:
         return np.stack([getattr(one, name)[:, None] * scale for one in times])
 
     return Components(
         total_s=np.stack([total.forward_s, total.backward_s]),
+        tensor_s=_tensor_s(plan, cost, scale),
         communication_s=both("communication_s"),
         copy_s=both("copy_s"),
         transfer_s=both("transfer_s"),
         copying_s=both("copying_s"),
     )
+
+
+def _scale(plan: StepPlan, cost: CostModel, rank_speed: FloatArray | None) -> FloatArray:
+    """What one layer of each micro-batch counts for on each stage. [M, pp_size]."""
+    counts = plan.num_micro_batches()
+    layers = stage_layers(cost, plan.pp_size).astype(np.float64)
+    scale = np.broadcast_to(layers, (int(counts.sum()), plan.pp_size))
+    return scale if rank_speed is None else scale / np.repeat(rank_speed, counts)[:, None]
+
+
+def _tensor_s(plan: StepPlan, cost: CostModel, scale: FloatArray) -> FloatArray:
+    """Collectives of tensor parallelism, a part of what is linear in tokens; recomputation counts in the backward."""
+    tokens = np.bincount(plan.micro_batch_ids(), weights=plan.pieces.tokens, minlength=len(scale))[:, None]
+    forward_s = tokens * cost.forward.tensor_token_s * scale
+    backward_s = tokens * cost.backward.tensor_token_s * scale
+    return np.stack([forward_s, backward_s + forward_s if cost.recompute else backward_s])

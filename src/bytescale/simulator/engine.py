@@ -9,8 +9,8 @@ states travel between stages. The recurrence is `bytescale.cost.makespan`, over 
 The time of a rank and stage between two of its operations is a pipeline bubble until its own pipeline is ready, then
 waiting for the gang. What a pipeline waits after its own last operation is the DP bubble.
 
-Invariants: on every rank and stage compute + communication + copy + gang wait + PP bubble + DP bubble + overheads is
-the step time; without overheads the step time is that of `bytescale.cost.predict`. Nothing is random.
+Invariants: on every rank and stage compute + tensor + communication + copy + gang wait + PP bubble + DP bubble +
+overheads is the step time; without overheads the step time is that of `bytescale.cost.predict`. Nothing is random.
 Cost: O(pieces + micro-batches * pp_size), vectorised over ranks.
 """
 
@@ -34,6 +34,7 @@ class RankTimes:
 
     Attributes:
         compute_s: kernels run.
+        tensor_s: collectives of tensor parallelism.
         communication_s: attention communication that nothing hides.
         copy_s: offload copies that nothing hides.
         gang_wait_s: waiting for other members of a gang, before and inside it.
@@ -43,6 +44,7 @@ class RankTimes:
     """
 
     compute_s: FloatArray
+    tensor_s: FloatArray
     communication_s: FloatArray
     copy_s: FloatArray
     gang_wait_s: FloatArray
@@ -55,7 +57,7 @@ class RankTimes:
     @property
     def busy_s(self) -> FloatArray:
         """Compute and what it could not hide: the rank's own work."""
-        return self.compute_s + self.communication_s + self.copy_s
+        return self.compute_s + self.tensor_s + self.communication_s + self.copy_s
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,7 @@ def _attribute(
     pipeline_end_s = last_end_s.max(axis=1, keepdims=True)
     return RankTimes(
         compute_s=per_rank(parts.compute_s.sum(axis=0)),
+        tensor_s=per_rank(parts.tensor_s.sum(axis=0)),
         communication_s=per_rank(parts.communication_s.sum(axis=0)),
         copy_s=per_rank(parts.copy_s.sum(axis=0)),
         gang_wait_s=np.maximum(wait_s, 0.0),

@@ -2,7 +2,7 @@
 
 Shares are means over ranks and stages as parts of the step time, so they add to 1:
 
-    compute + communication + copy + gang wait + PP bubble + DP bubble + overheads = 1.
+    compute + tensor + communication + copy + gang wait + PP bubble + DP bubble + overheads = 1.
 
 MFU counts the FLOPs of the model alone, 3 * (linear * s + attention * s^2) per sequence from its real length, causal
 half, no recomputation, over peak FLOPs of all GPUs. Cost: O(sequences).
@@ -31,6 +31,7 @@ class Shares:
     """Where the time of the mean rank goes, as parts of the step."""
 
     compute: float
+    tensor: float
     communication: float
     copy: float
     gang_wait: float
@@ -57,6 +58,7 @@ def shares(step: SimulatedStep) -> Shares:
     ranks = step.ranks
     return Shares(
         compute=float(ranks.compute_s.mean()) / whole,
+        tensor=float(ranks.tensor_s.mean()) / whole,
         communication=float(ranks.communication_s.mean()) / whole,
         copy=float(ranks.copy_s.mean()) / whole,
         gang_wait=float(ranks.gang_wait_s.mean()) / whole,
@@ -72,7 +74,7 @@ def mean_shares(parts: Sequence[Shares]) -> Shares:
 
 
 def main_loss(parts: Shares, least: float = 0.005) -> str:
-    """The largest part that is not compute, in words; "none" below `least` of the step."""
+    """The largest part beside compute that a plan can change, in words; "none" below `least` of the step."""
     name = max(_REASONS, key=lambda key: float(getattr(parts, key)))
     return _REASONS[name] if getattr(parts, name) >= least else "none"
 

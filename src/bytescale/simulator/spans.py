@@ -60,6 +60,7 @@ def _operations(step: SimulatedStep, rank: int, stage: int, first: int, begin: f
         clock = start
         exposed = (
             (parts.compute_s, _NAMES[direction]),
+            (parts.tensor_s, "tensor"),
             (parts.communication_s, "communication"),
             (parts.copy_s, "copy"),
         )
