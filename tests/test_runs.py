@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bytescale import cli
-from bytescale.report.run_list import RunState, find_runs
+from bytescale.cli.results.run_list import RunState, find_runs
 
 
 def a_run(

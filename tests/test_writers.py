@@ -122,3 +122,8 @@ def test_what_cannot_begin_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
             check_writers(["wandb"])
         assert str(missing.value) == "run.writers: wandb is not installed: pip install 'bytescale[wandb]'"
     check_writers([])
+
+
+def test_tables_of_a_step_are_numbers_too() -> None:
+    line = {"step": 1, "loss": float("nan"), "on": True, "sources": {"a/b": {"tokens": 3, "name": "x"}, "c": {}}}
+    assert numbers(line) == {"sources/a/b/tokens": 3.0}

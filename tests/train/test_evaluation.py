@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 
+from bytescale import cli
+from bytescale.cli.results.run_list import find_runs
 from bytescale.config.schema import BatchConfig, Config, EvalConfig
 from bytescale.config.toml import load_config
 from bytescale.data import GlobalBatch, StepLoader, cut_batch
@@ -29,7 +32,7 @@ from bytescale.train.trainer import build_model
 from tests.ranks import RankPool, Ranks
 from tests.runtime.models import world_of
 from tests.test_writers import scalars
-from tests.train.runs import metrics, train, write_run
+from tests.train.runs import metrics, train, weights, write_run
 from tests.train.test_parity import free_planner, with_options
 
 
@@ -145,11 +148,11 @@ def test_training_goes_on_as_if_nothing_had_been_evaluated(ranks: RankPool, conf
     asked = with_options(config, pp_size=2)
     asked = replace(asked, train=replace(asked.train, activation_checkpointing="full"), batch=BatchConfig(tokens=1200))
     asked = replace(asked, eval=replace(asked.eval, tokens=1200))
-    for (alone, weights, _), (beside, same, evaluations) in zip(
+    for (alone, expected, _), (beside, same, evaluations) in zip(
         ranks.run(4, _trained, asked, False), ranks.run(4, _trained, asked, True), strict=True
     ):
         assert alone == beside
-        assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(expected, same, strict=True))
         assert evaluations[2] < evaluations[0]
 
 
@@ -234,22 +237,30 @@ def test_what_cannot_be_evaluated_is_refused(config: Config) -> None:
 @pytest.mark.long
 def test_evaluations_of_a_run(config_path: Path) -> None:
     """Through the command line: on the screen, in the metrics, in the summary; losses as without them."""
-    steps = ("--train.steps", 5)
-    words = ("--run.dir", config_path.parent / "with", "--run.writers", "tensorboard")
+    run_dir, steps = config_path.parent / "with", ("--train.steps", 5)
+    words = ("--run.dir", run_dir, "--run.writers", "tensorboard", "--checkpoint.every", 3)
     done = train(config_path, "--nproc", 2, *words, *steps)
     assert done.returncode == 0, done.stderr
     assert "evaluation every 2 steps and after the last: all held-out sequences" in done.stdout
     without = config_path.with_name("without.toml")
     without.write_text(config_path.read_text().split("[eval]")[0])
     assert train(without, "--nproc", 2, "--run.dir", config_path.parent / "without", *steps).returncode == 0
-    found, bare = metrics(config_path.parent / "with"), metrics(config_path.parent / "without")
+    found, bare = metrics(run_dir), metrics(config_path.parent / "without")
     assert [(step["loss"], step["grad_norm"]) for step in found] == [(s["loss"], s["grad_norm"]) for s in bare]
     losses = {step["step"]: step["eval_loss"] for step in found if "eval_loss" in step}
     assert list(losses) == [2, 4, 5]
     assert f"step 4/5  held-out loss {losses[4]:.4f}" in done.stdout
-    values = scalars(config_path.parent / "with")
+    values = scalars(run_dir)
     assert values["eval_loss"] == [(step, pytest.approx(loss)) for step, loss in losses.items()]
     assert values["loss"] == [(step["step"], pytest.approx(step["loss"])) for step in found]
-    summary = read_summary(config_path.parent / "with" / "summary.json")
+    (run,) = find_runs(run_dir)
+    assert (run.state, run.step, run.eval_loss, run.checkpoints) == ("finished", 5, losses[5], (3, 5))
+    assert cli.main(["export", str(run_dir), str(config_path.parent / "exported")]) == 0
+    exported, saved = (
+        load_file(config_path.parent / "exported" / "model.safetensors"),
+        weights(run_dir),
+    )
+    assert {name: bool((exported[name] == saved[name]).all()) for name in exported} == dict.fromkeys(saved, True)
+    summary = read_summary(run_dir / "summary.json")
     assert (summary.num_evaluations, summary.eval_loss_first, summary.eval_loss_last) == (3, losses[2], losses[5])
     assert f"{losses[2]:.4f} / {losses[5]:.4f}, best {min(losses.values()):.4f} of 3" in done.stdout

@@ -26,6 +26,7 @@ _COMMANDS = {
     "profile": ("bytescale.cli.profile", "Measure this machine for a model and fit the cost model."),
     "report": ("bytescale.cli.results.report", "Write the report of a run directory as one HTML file."),
     "runs": ("bytescale.cli.results.runs", "List the runs below a directory."),
+    "export": ("bytescale.cli.results.export", "Write the model of a checkpoint for other programs."),
     "simulate": ("bytescale.cli.simulate", "Run a plan on a described cluster, or find the longest context."),
     "reproduce": ("bytescale.cli.reproduce", "The published figures beside ours."),
 }

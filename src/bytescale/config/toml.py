@@ -76,6 +76,18 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return {name: _table(section) for name, section in vars(config).items()}
 
 
+def config_from_dict(table: dict[str, Any]) -> Config:
+    """The configuration that `config_to_dict` turned into tables.
+
+    Raises:
+        UserError: a section, key or value is none of this version.
+    """
+    _check_names(table)
+    return settle_tokenizer(
+        Config(**{name: _build(cls, name, table.get(name, {})) for name, cls in _sections().items()})
+    )
+
+
 def write_config(config: Config, path: Path) -> None:
     """Store `config` as TOML, atomically."""
     write_text_atomically(path, tomli_w.dumps(config_to_dict(config)))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bytescale.cli.paths import UserPath
-from bytescale.report.run_list import RunState, find_runs
+from bytescale.cli.results.run_list import RunState, find_runs
 
 
 @click.command("runs")

@@ -81,15 +81,14 @@ def open_writers(
 
 
 def numbers(line: Line) -> dict[str, float]:
-    """The finite numbers of a step, by name, its own number and time aside."""
-    return {
-        name: float(value)
-        for name, value in line.items()
-        if name not in ("step", "timestamp")
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    }
+    """The finite numbers of a step by name, `sources/NAME/tokens` of tables in it; its own number and time aside."""
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{inner}": number for inner, number in numbers(value).items()}
+        elif name not in ("step", "timestamp") and isinstance(value, int | float) and not isinstance(value, bool):
+            found |= {name: float(value)} if math.isfinite(value) else {}
+    return found
 
 
 def _open(name: str, run_dir: Path, config: Mapping[str, Any]) -> MetricsWriter:

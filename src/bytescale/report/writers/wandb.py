@@ -30,6 +30,7 @@ class WandbWriter:
             x_disable_machine_info=True,
             x_save_requirements=False,
         )
+        self._teardown = wandb.teardown
         self._run = wandb.init(
             mode="offline",
             dir=str(run_dir),
@@ -44,8 +45,9 @@ class WandbWriter:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """End the run."""
+        """End the run, and wandb's own process, which writes the last of it when it ends."""
         self._run.finish()
+        self._teardown()
 
 
 def open_writer(run_dir: Path, config: Mapping[str, Any]) -> WandbWriter:

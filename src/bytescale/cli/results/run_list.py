@@ -9,7 +9,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import socket
 import tomllib
 from collections.abc import Iterator
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bytescale.checkpoint.directory import MANIFEST, find_checkpoints, step_of
 from bytescale.errors import UserError
 
 RUNNING, FINISHED, STOPPED, FAILED, UNKNOWN = "running", "finished", "stopped", "failed", "unknown"
 _TAIL_BYTES = 1 << 16
-_CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -124,11 +123,8 @@ def _is_locked(run_dir: Path) -> bool:
 
 def _checkpoints(config: dict[str, Any], run_dir: Path) -> tuple[int, ...]:
     directory = Path(config.get("checkpoint", {}).get("dir") or run_dir / "checkpoints")
-    try:
-        found = [(_CHECKPOINT.fullmatch(path.name), path) for path in directory.iterdir()]
-    except OSError:
-        return ()
-    return tuple(sorted(int(match[1]) for match, path in found if match and (path / "manifest.json").is_file()))
+    found = find_checkpoints(directory)
+    return tuple(sorted(step_of(path) for path in found if (path / MANIFEST).is_file()))
 
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:
