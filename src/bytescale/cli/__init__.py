@@ -21,6 +21,7 @@ from bytescale.report.output import say, silence
 _COMMANDS = {
     "train": ("bytescale.cli.train", "Train a model on sequences of mixed length."),
     "plan": ("bytescale.cli.plan", "Place sequences on ranks and prove the plan."),
+    "data": ("bytescale.cli.inputs.data", "What a run would see of its data."),
     "lengths": ("bytescale.cli.lengths", "Statistics of sequence lengths."),
     "compare": ("bytescale.cli.compare", "Several strategies on the same batches, side by side."),
     "profile": ("bytescale.cli.profile", "Measure this machine for a model and fit the cost model."),

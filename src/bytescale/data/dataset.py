@@ -80,19 +80,20 @@ class DatasetCounts:
         """One line for a person."""
         documents, sequences = counted(self.documents, "document", ","), counted(self.sequences, "sequence", ",")
         line = f"{documents} -> {sequences}, {counted(self.tokens, 'token', ',')}"
-        asides = [
-            f"{count:,} {what}"
-            for count, what in (
-                (self.empty_dropped, "empty dropped"),
-                (self.overlong_split, "overlong split"),
-                (self.overlong_dropped, "overlong dropped"),
-                (self.without_target, "sequences without a target dropped"),
-                (self.skipped, "bad documents skipped"),
-                (self.other_part, "in the other part, see data.validation"),
-            )
-            if count
-        ]
+        asides = [f"{count:,} {what}" for what, count in self.left_out().items()]
         return f"{line} ({', '.join(asides)})" if asides else line
+
+    def left_out(self) -> dict[str, int]:
+        """What became of documents besides being a sequence each, in words, where there are any."""
+        counts = {
+            "empty dropped": self.empty_dropped,
+            "overlong split": self.overlong_split,
+            "overlong dropped": self.overlong_dropped,
+            "sequences without a target dropped": self.without_target,
+            "bad documents skipped": self.skipped,
+            "in the other part, see data.validation": self.other_part,
+        }
+        return {what: count for what, count in counts.items() if count}
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,6 +69,9 @@ class Tokenizer(Protocol):
             UserError: some text has no tokens in this vocabulary.
         """
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some tokens, special ones by their names; what is no whole character becomes U+FFFD."""
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
@@ -89,6 +92,11 @@ class ByteTokenizer:
         tokens = np.frombuffer(b"\0".join([*encoded, b""]), dtype=np.uint8).astype(np.uint16)
         tokens[np.cumsum(lengths) - 1] = BYTE_END
         return tokens, lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`; the end token is `<end>`."""
+        parts = (bytes([token]) if token < BYTE_END else b"<end>" for token in ids)
+        return b"".join(parts).decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +123,10 @@ class FileTokenizer:
         lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)) + len(begin) + 1
         parts = [part for ids in encoded for part in (begin, ids, end)]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint32), lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return str(self.library.decode(list(ids), skip_special_tokens=False))
 
 
 def tokenizer_file(config: DataConfig) -> Path | None:

@@ -1,0 +1,1 @@
+"""Commands on what runs are made from: their data."""
