@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -31,13 +31,26 @@ def preloaded() -> ForkServerContext:
     return context
 
 
+def do_nothing() -> None:
+    pass
+
+
 class CommandProcess:
     """`bytescale WORDS` as a process, in the manner of `subprocess.Popen`."""
 
-    def __init__(self, words: Sequence[object], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, words: Sequence[object], environment: Mapping[str, str], before: Callable[[], None] = do_nothing
+    ) -> None:
+        """Begin.
+
+        Args:
+            words: after `bytescale`.
+            environment: all of its variables.
+            before: called in the process before the command; must be importable. What it patches holds in ranks too.
+        """
         directory = Path(tempfile.mkdtemp())
         self._streams = directory / "stdout", directory / "stderr"
-        arguments = ([str(word) for word in words], dict(environment), os.getcwd(), self._streams)
+        arguments = ([str(word) for word in words], dict(environment), os.getcwd(), self._streams, before)
         self._process = preloaded().Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -71,10 +84,13 @@ class CommandProcess:
 
 
 def run_command(
-    words: Sequence[object], environment: Mapping[str, str], timeout_s: float
+    words: Sequence[object],
+    environment: Mapping[str, str],
+    timeout_s: float,
+    before: Callable[[], None] = do_nothing,
 ) -> subprocess.CompletedProcess[str]:
     """`bytescale WORDS`, run to its end."""
-    process = CommandProcess(words, environment)
+    process = CommandProcess(words, environment, before)
     try:
         out, errors = process.communicate(timeout_s)
     finally:
@@ -83,7 +99,13 @@ def run_command(
     return subprocess.CompletedProcess(list(map(str, words)), process.returncode, out, errors)
 
 
-def _run(words: list[str], environment: dict[str, str], directory: str, streams: tuple[Path, Path]) -> None:
+def _run(
+    words: list[str],
+    environment: dict[str, str],
+    directory: str,
+    streams: tuple[Path, Path],
+    before: Callable[[], None],
+) -> None:
     for fd, path in zip((1, 2), streams, strict=True):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, fd)
@@ -93,6 +115,7 @@ def _run(words: list[str], environment: dict[str, str], directory: str, streams:
     os.environ.update(environment)
     os.chdir(directory)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    before()
     from bytescale import cli
 
     code = cli.main(words)

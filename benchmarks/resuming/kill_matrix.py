@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,13 +79,14 @@ def one_case(directory: Path, config: Path, layout: str, point: str, victim: str
     words = [config, *LAYOUTS[layout], "--run.dir", run_dir, *CHECKPOINTS]
     killed_at = directory / "killed"
     killed_at.unlink(missing_ok=True)
-    command = Command(words, directory / "killed.log", lambda: POINTS[point](killer(run_dir, victim, killed_at)))
+    command = Command(words, directory / "killed.log", partial(kill_at, point, victim, run_dir, killed_at))
     code = command.wait()
-    pids = [entry["pid"] for entry in json.loads((run_dir / "processes.json").read_text())]
+    processes = run_dir / "processes.json"
+    pids = [entry["pid"] for entry in json.loads(processes.read_text())] if processes.exists() else []
     while any(map(lives, pids)):
         time.sleep(0.01)
+    assert code != 0 and killed_at.exists(), command.output()
     ended_s = time.time() - float(killed_at.read_text())
-    assert code != 0, command.output()
     last_step = len(metrics(run_dir))
     resumed = train([*words, "--resume", "auto"], directory / "resumed.log").output()
     marks = [line for line in resumed.splitlines() if line.startswith("resumed from ")]
@@ -118,10 +120,14 @@ class Killer:
         return os.environ["RANK"] == (self.victim if self.victim.isdecimal() else "0")
 
     def kill(self) -> None:
-        """Kill, and wait for one's own end where the victim is another process."""
-        ranks = {entry["rank"]: entry["pid"] for entry in json.loads((self.run_dir / "processes.json").read_text())}
-        others = [pid for rank, pid in ranks.items() if pid != os.getpid()]
+        """Kill, the first time, and wait for one's own end where the victim is another process."""
+        if self.killed_at.exists():
+            return
         self.killed_at.write_text(str(time.time()))
+        if self.victim == os.environ["RANK"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ranks = {entry["rank"]: entry["pid"] for entry in json.loads((self.run_dir / "processes.json").read_text())}
+        others = [pid for pid in ranks.values() if pid != os.getpid()]
         if self.victim in ("launcher", "all"):
             os.kill(os.getppid(), signal.SIGKILL)
         if self.victim == "all":
@@ -133,8 +139,9 @@ class Killer:
         time.sleep(60)
 
 
-def killer(run_dir: Path, victim: str, killed_at: Path) -> Killer:
-    return Killer(run_dir, victim, killed_at)
+def kill_at(point: str, victim: str, run_dir: Path, killed_at: Path) -> None:
+    """Patch this process so that its run is killed at `point`, once."""
+    POINTS[point](Killer(run_dir, victim, killed_at))
 
 
 def at(owner: Any, name: str, when: Callable[..., bool], killer: Killer, *, after: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for another process of this machine, and telling whether it still lives.
+"""Other processes of this machine: waiting for one, telling whether it still lives, and which one started this.
 
 A lock is the kernel's, on a file, and is released when its holder dies. Not every file system has them, and those that
 do may not show them to other hosts: a lock only saves work done twice, and whatever is written under one must be right
@@ -57,6 +57,12 @@ def machine_name() -> str:
 def launcher_name() -> str:
     """A name of the process that started this one; the same for a rank that it starts again."""
     return f"{machine_name()}-{os.getppid()}"
+
+
+def restart_count() -> int:
+    """How often the launcher of this process, torchrun or ours, has started the run again."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def is_gone(machine: str, process_id: int) -> bool:

@@ -3,13 +3,14 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file
 
-from tests.processes import CommandProcess, run_command
+from tests.processes import CommandProcess, do_nothing, run_command
 
 CONFIG = """
 [model.config]
@@ -70,9 +71,11 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
-def train(*arguments: object, timeout_s: float = 110.0) -> subprocess.CompletedProcess[str]:
+def train(
+    *arguments: object, timeout_s: float = 110.0, before: Callable[[], None] = do_nothing
+) -> subprocess.CompletedProcess[str]:
     """Run `bytescale train` to its end."""
-    return run_command(["train", *arguments], environment(), timeout_s)
+    return run_command(["train", *arguments], environment(), timeout_s, before)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from bytescale.errors import CommunicationError, counted
+from bytescale.locks import restart_count
 
 BEAT_S = 1.0
 GRACE_S = 3.0
@@ -184,6 +185,16 @@ def _read(store: Store, key: str) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
+def _store_of_this_start(shared: Any, rank: int, size: int) -> Any:
+    """A part of the store that no earlier start of the run has written to.
+
+    torchrun may serve one store for all of its attempts, where the addresses of ranks that are gone still stand. Every
+    rank comes here once a start, so all of them count the same.
+    """
+    attempt = f"attempt {restart_count()} of {size}"
+    return PrefixStore(f"{attempt}, start {shared.add(f'{attempt}, rank {rank}', 1)}", shared)
+
+
 @contextmanager
 def presence(silence_s: float, lost: Lost | None) -> Iterator[Presence]:
     """Make this rank known to the others that torchrun's variables describe; alone where there are none.
@@ -202,7 +213,8 @@ def presence(silence_s: float, lost: Lost | None) -> Iterator[Presence]:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
             bound = timedelta(seconds=max(silence_s, MIN_START_S))
-            store, rank, size = next(iter(rendezvous("env://", timeout=bound)))
+            shared, rank, size = next(iter(rendezvous("env://", timeout=bound)))
+            store = _store_of_this_start(shared, rank, size)
             own = PrefixStore("presence", store.clone())
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

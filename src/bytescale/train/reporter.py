@@ -27,7 +27,7 @@ from bytescale.runtime.world import World
 from bytescale.trace import Span, write_trace
 from bytescale.train.agreement import versions
 from bytescale.train.evaluation.evaluate import Evaluation
-from bytescale.train.measure.metrics import MetricsFile, StepMetrics
+from bytescale.train.measure.metrics import MetricsFile, StepMetrics, last_restarts
 from bytescale.train.measure.timeline import shift_to_zero
 from bytescale.train.offload import why_nothing_moved
 from bytescale.train.prepare import Prepared
@@ -110,6 +110,11 @@ class Reporter:
         """The sums over the steps so far, for a checkpoint."""
         return self._totals.to_dict()
 
+    @property
+    def restarts(self) -> int:
+        """How often the run has begun again."""
+        return self._totals.restarts
+
     def bring_to_disk(self) -> None:
         """Bring the lines of all steps to the disk.
 
@@ -166,10 +171,13 @@ def open_reporter(
         with writing(run_dir):
             write_config(config, run_dir / "config.toml")
             write_text_atomically(run_dir / "processes.json", json.dumps(identities, indent=1) + "\n")
-        metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl", last_step))
+        path = run_dir / "metrics.jsonl"
+        # Several attempts may have begun at one checkpoint, which knows only of those before it.
+        restarts = max(start.restarts, last_restarts(path) + 1) if origin.goes_on else start.restarts
+        metrics_file = stack.enter_context(MetricsFile(path, last_step))
         progress = stack.enter_context(Progress(config.train.steps))
         identity = run_identity(config, world, num_parameters)
-        totals = RunTotals(identity, prepared.dataset, start.totals, start.restarts)
+        totals = RunTotals(identity, prepared.dataset, start.totals, restarts)
         writers = open_writers(config.run.writers, run_dir, config_to_dict(config))
         reporter = Reporter(config, prepared, totals, metrics_file, progress, stack.enter_context(writers))
         removed = (f"removed {', '.join(given_up)}: not of this course of the run",) if given_up and last_step else ()

@@ -189,7 +189,7 @@ class Trainer:
             start = resume(self.config, self.prepared, self.world, self.model, self.optimizer)
             reporter = stack.enter_context(self._reporter(start))
             stop = stack.enter_context(stop_request())
-            checkpoints = self._checkpoints(start, reporter)
+            checkpoints = self._checkpoints(reporter)
             num_skipped = start.num_skipped_in_a_row
             agreed, loader = None, stack.enter_context(self._loader(start))
             for data in loader:  # prepare_step: lengths -> plan -> proof -> pieces, one step ahead
@@ -223,10 +223,8 @@ class Trainer:
             static_bytes=self._static_bytes if self.world.rank == 0 else None,
         )
 
-    def _checkpoints(self, start: Start, reporter: Reporter | None) -> Checkpoints:
-        return Checkpoints(
-            self.config, self.prepared, self.world, self.store, self.model, self.optimizer, start, reporter
-        )
+    def _checkpoints(self, reporter: Reporter | None) -> Checkpoints:
+        return Checkpoints(self.config, self.prepared, self.world, self.store, self.model, self.optimizer, reporter)
 
     def _static_bytes(self, lengths: IntArray) -> int | None:
         checkpointing = self.config.train.activation_checkpointing == "full"

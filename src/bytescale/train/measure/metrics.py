@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -229,6 +230,15 @@ class MetricsFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def last_restarts(path: Path) -> int:
+    """How often the run had begun again when it wrote the last whole line of `metrics.jsonl`."""
+    counts = [0]
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        with suppress(ValueError, LookupError, TypeError):
+            counts.append(int(json.loads(line)["restarts"]))
+    return counts[-1]
 
 
 def _end_of_step(text: bytes, last_step: int) -> int:

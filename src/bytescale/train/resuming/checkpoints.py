@@ -22,7 +22,6 @@ from bytescale.train.prepare import Prepared
 from bytescale.train.reporter import Reporter
 from bytescale.train.resuming.facts import made_by
 from bytescale.train.resuming.origin import checkpoint_dir
-from bytescale.train.resuming.start import Start
 
 
 class Checkpoints:
@@ -36,7 +35,6 @@ class Checkpoints:
         store: Store,
         model: LossModel,
         optimizer: torch.optim.Optimizer,
-        start: Start,
         reporter: Reporter | None,
     ) -> None:
         """Nothing is written yet.
@@ -46,10 +44,9 @@ class Checkpoints:
             world: the ranks.
             store: where they met; a connection that nobody else uses.
             model, optimizer: what is stored.
-            start: where the run began.
             reporter: on rank 0.
         """
-        self._config, self._start, self._reporter = config, start, reporter
+        self._config, self._reporter = config, reporter
         self._model, self._optimizer = model, optimizer
         self._unsaved: tuple[StepData, Agreed] | None = None
         self._made_by = made_by(config, prepared, world.size) if config.checkpoint.every is not None else {}
@@ -93,7 +90,7 @@ class Checkpoints:
             "step": agreed.step,
             "loader": data.state_after.to_dict(),
             "num_skipped_in_a_row": agreed.num_skipped_in_a_row,
-            "restarts": self._start.restarts,
+            "restarts": reporter.restarts if reporter is not None else None,
             "totals": reporter.totals() if reporter is not None else None,
             "is_tied": self._model.is_tied,
             "made_by": self._made_by,

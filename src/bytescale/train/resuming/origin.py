@@ -7,7 +7,6 @@ an earlier run for those of its own first attempt.
 """
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from bytescale.checkpoint.directory import MANIFEST, find_checkpoints
 from bytescale.config.schema import Config
 from bytescale.errors import UserError
-from bytescale.locks import launcher_name
+from bytescale.locks import launcher_name, restart_count
 
 CHECKPOINTS, PROCESSES = "checkpoints", "processes.json"
 
@@ -45,7 +44,7 @@ def find_origin(config: Config) -> Origin:
         UserError: `checkpoint.resume` names what is no checkpoint and holds none.
     """
     own, word = checkpoint_dir(config), config.checkpoint.resume
-    is_restart = attempt() > 0 and _is_own(Path(config.run.dir))
+    is_restart = restart_count() > 0 and _is_own(Path(config.run.dir))
     if (is_restart or word == "auto") and (found := find_checkpoints(own)):
         return Origin(tuple(found), goes_on=True)
     if word in ("auto", "off"):
@@ -65,12 +64,6 @@ def find_origin(config: Config) -> Origin:
 def checkpoint_dir(config: Config) -> Path:
     """Where the checkpoints of a run lie."""
     return Path(config.run.dir) / CHECKPOINTS if config.checkpoint.dir is None else Path(config.checkpoint.dir)
-
-
-def attempt() -> int:
-    """How often the launcher has started this run again."""
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(text) if text.isdecimal() else 0
 
 
 def _is_own(run_dir: Path) -> bool:

@@ -18,12 +18,13 @@ from bytescale.config.schema import Config
 from bytescale.data import LoaderState
 from bytescale.errors import UserError
 from bytescale.files import shown
+from bytescale.locks import restart_count
 from bytescale.runtime.model.decoder import LossModel
 from bytescale.runtime.p2p import collective
 from bytescale.runtime.world import World
 from bytescale.train.prepare import Prepared
 from bytescale.train.resuming.facts import changes, check_unchanged, made_by
-from bytescale.train.resuming.origin import Origin, attempt, find_origin
+from bytescale.train.resuming.origin import Origin, find_origin
 from bytescale.train.resuming.start import Start
 
 
@@ -58,7 +59,7 @@ def resume(
         origin: Origin = _from_first(world, find_origin(config) if world.rank == 0 else None)
         stored, notes = _first_sound(origin, world)
     if stored is None:
-        return Start(origin, restarts=attempt())
+        return Start(origin, restarts=restart_count())
     before, now = stored.values["made_by"], made_by(config, prepared, world.size)
     _check_goes_on(stored, origin, config, now)
     if stored.values["is_tied"] != model.is_tied:
@@ -76,7 +77,7 @@ def resume(
         step=values["step"],
         loader=LoaderState.from_dict(values["loader"]),
         num_skipped_in_a_row=values["num_skipped_in_a_row"],
-        restarts=values["restarts"] + 1,
+        restarts=max(values["restarts"] + 1, restart_count()),
         totals=values["totals"],
         notes=(
             *notes,
