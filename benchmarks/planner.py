@@ -169,19 +169,20 @@ def real(strategy: str, num_batches: int) -> None:
 
 def pipelines() -> None:
     """Step / bound of every strategy in pipelines of four stages, 8M tokens."""
-    names = ("static", "megatron-hybrid", "megatron-dynamic", "hdp-balance", "flexible-cp", "best", "chunked")
-    header("model, ranks, lengths", *names)
+    names = ("static", "megatron-hybrid", "megatron-dynamic", "hdp-balance", "flexible-cp", "flexsp", "wlb-llm")
+    names = (*names, "best", "chunked")
+    header("model, ranks, lengths", *names, "`best` made by")
     for model, ranks, tp_size in (("llama-70b", 64, 8), ("mistral-8x7b", 128, 4)):
         cost = preset_cost(model, "paper", tp_size=tp_size)
         for source in ("github", "byted", "wikipedia"):
             (lengths,) = batches(length_source(source), 1, 0, tokens=8 * 2**20)
             lengths = np.minimum(lengths, ranks * CAPACITY)
-            plans = (
-                plan(lengths, name, hdp_size=ranks, tokens_per_rank=CAPACITY, cost=cost, pp_size=4, offload="off")
+            made = {
+                name: plan(lengths, name, hdp_size=ranks, tokens_per_rank=CAPACITY, cost=cost, pp_size=4, offload="off")
                 for name in names
-            )
-            row = " | ".join(f"{gap(made):.2f}" for made in plans)
-            print(f"| {model}, {ranks}, {source} | {row} |", flush=True)
+            }
+            row = " | ".join(f"{gap(made[name]):.2f}" for name in names)
+            print(f"| {model}, {ranks}, {source} | {row} | {made['best'].origin} |", flush=True)
     print()
     large_pipelines()
 

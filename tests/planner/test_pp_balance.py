@@ -20,6 +20,8 @@ from bytescale.planner.parts.units import Units, units_of
 from bytescale.planner.problem import Problem, make_problem
 from bytescale.planner.strategies.hdp_balance import plan_balance
 from bytescale.planner.strategies.hdp_naive import plan_naive
+from bytescale.reproduction.calibration import paper_cluster
+from bytescale.reproduction.systems import K, paper_problem, paper_workload
 
 COSTS = {
     "70b": preset_cost("llama-70b", "paper", tp_size=8),
@@ -188,5 +190,39 @@ def test_within_1_percent_of_plain_loops_and_never_behind_the_simple_order(sourc
 def test_never_slower_than_naive_in_200_batches(source: str) -> None:
     for number, lengths in enumerate(batches(length_source(source), 100, 3, tokens=2**19)):
         problem = asked(lengths, COSTS[sorted(COSTS)[number % 3]], pipelines=(8, 16, 12)[number % 3])
+        naive = predict(plan_naive(problem), problem.cost)
+        assert balanced_s(problem) <= naive.step_time_s * (1 + 1e-9)
+
+
+def simple_s(problem: Problem) -> float:
+    """Step of the simple order: gangs from short to long, first fit, packs in holes; infinite with too few packs."""
+    units = units_of(problem, -(-problem.lengths // CAPACITY), np.zeros(problem.num_sequences), CAPACITY)
+    entries = list(zip(range(len(units.degree)), units.degree.tolist(), units.time_s.tolist(), strict=True))
+    packs = sorted(((u, t) for u, _, t in entries[units.num_long :]), key=lambda p: -p[1])
+    line = level_rows(entries[: units.num_long], packs, problem.hdp_size)
+    if line is None:
+        return float("inf")
+    packs_last(line, packs, 0, 0)
+    return step_of(problem, units, line)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("context", [256, 512, 1024, 2048])
+@pytest.mark.parametrize("source", ["github", "byted"])
+@pytest.mark.parametrize("model", ["llama-70b", "mistral-8x7b", "mistral-8x22b"])
+def test_never_behind_the_simple_order_or_naive_in_the_published_cells(model: str, source: str, context: int) -> None:
+    cluster = paper_cluster(model)
+    (lengths,) = paper_workload(source, context * K, cluster.batch_tokens, 1).batches
+    problem = paper_problem(cluster, lengths, context * K)
+    ours = balanced_s(problem)
+    assert ours <= simple_s(problem) * (1 + 1e-9)
+    assert ours <= predict(plan_naive(problem), problem.cost).step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", ["github", "byted"])
+def test_never_slower_than_naive_in_200_batches_of_64_pipelines_at_256k(source: str) -> None:
+    for number, lengths in enumerate(batches(length_source(source), 100, 5, tokens=2**22)):
+        problem = asked(np.minimum(lengths, 256 * K), COSTS[sorted(COSTS)[number % 3]])
         naive = predict(plan_naive(problem), problem.cost)
         assert balanced_s(problem) <= naive.step_time_s * (1 + 1e-9)

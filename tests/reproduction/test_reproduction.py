@@ -155,6 +155,8 @@ def test_best_is_never_slower_and_near_the_bound_without_a_pipeline() -> None:
     context = int(lengths.max())
     times = {}
     for name in beyond.STRATEGIES:
+        if name in beyond.OTHER_SETTINGS:
+            continue
         step, _ = run_strategy(cluster, lengths, name, context)
         times[name] = step.step_time_s
     assert times["best"] <= min(times.values()) * (1 + 1e-9)

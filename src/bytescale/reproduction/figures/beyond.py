@@ -4,7 +4,8 @@ Static and FlexSP are listed twice, with ring attention and with the head exchan
 tokens a rank as the others and with the 32K of its source (`tokens_per_rank` in every row). The bound is that of the
 planner (`bytescale.cost.lower_bound_s`), so gap = step / bound, the fixed cost of a step left out of both. What keeps a
 strategy from the bound is the largest of its losses; where the bound is one sequence's time, that is said. With a
-pipeline `chunked` is listed too, with what its plans keep in memory.
+pipeline `chunked` is listed too, with what its plans keep in memory. `distca` has no plan; its simulation is one of its
+own (`bytescale.simulator.disaggregated`).
 
 Cost: planning and simulating every batch with every strategy; a few seconds a data set.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescale.arrays import IntArray
+from bytescale.arrays import FloatArray, IntArray
 from bytescale.cost.micro_batch import head_exchange
 from bytescale.cost.predict import degree_one_work_s, lower_bound_s
 from bytescale.errors import UserError
@@ -27,6 +28,7 @@ from bytescale.reproduction.calibration import PaperCluster, paper_cluster
 from bytescale.reproduction.pool import Progress, each
 from bytescale.reproduction.rows import Row
 from bytescale.reproduction.systems import K, folded_cost, folded_static, paper_problem, paper_workload
+from bytescale.simulator.disaggregated import simulate_disaggregated
 from bytescale.simulator.engine import SimulatedStep, simulate
 from bytescale.simulator.outcome import main_loss, shares
 from bytescale.simulator.overheads import StepOverheads
@@ -48,6 +50,10 @@ STRATEGIES = (
 )
 ULYSSES = "-ulysses"
 """Ending of a row whose plans are run with head exchange instead of rings."""
+DISTCA = "distca"
+OTHER_SETTINGS = (*(name for name in STRATEGIES if name.endswith(ULYSSES)), fcp.OWN_SETTING, DISTCA)
+"""Rows with other costs or more memory than those `best` is made for, which promises nothing about them."""
+
 CHUNKED = "chunked"
 DATA = ("github", "byted", "wikipedia", "wlb")
 PIPELINE_MODELS = ("llama-70b", "mistral-8x7b", "mistral-8x22b")
@@ -71,7 +77,7 @@ def _cell_rows(num_batches: int, cell: tuple[str, str]) -> list[Row]:
     context = max(int(batch.max()) for batch in work.batches)
     names = STRATEGIES if cluster.pp_size == 1 else (*STRATEGIES, CHUNKED)
     rows = [_strategy_row(cluster, data, context, work.batches, name) for name in names]
-    return [row for row in rows if row is not None]
+    return [row for row in (*rows, _distca_row(cluster, data, work.batches)) if row is not None]
 
 
 def run_strategy(cluster: PaperCluster, lengths: IntArray, name: str, context: int) -> tuple[SimulatedStep, str]:
@@ -106,28 +112,63 @@ def _strategy_row(cluster: PaperCluster, data: str, context: int, batches: Seque
             return None
         steps.append(step)
         origins[origin] = origins.get(origin, 0) + 1
-    bounds = [lower_bound_s(cluster.cost, b, cluster.hdp_size, cluster.pp_size) for b in batches]
-    work = [_work_bound_s(cluster, b) for b in batches]
-    time_s = np.array([step.step_time_s for step in steps])
     parts = [shares(step) for step in steps]
-    gaps = time_s / np.array(bounds)
+    time_s = np.array([step.step_time_s for step in steps])
     others = {origin: count for origin, count in origins.items() if origin != name and name == "best"}
     extra: dict[str, Any] = {
-        "step_s": float(time_s.mean()),
-        "gap": float(gaps.mean()),
         "tokens_per_rank": max(step.plan.tokens_per_rank for step in steps),
-        "gap_most": float(gaps.max()),
-        "longest_binds": sum(bound > w * 1.001 for bound, w in zip(bounds, work, strict=True)),
         "exposed_communication": float(np.mean([p.communication for p in parts])),
         "gang_wait": float(np.mean([p.gang_wait for p in parts])),
         "pp_bubble": float(np.mean([p.pp_bubble for p in parts])),
         "dp_bubble": float(np.mean([p.dp_bubble for p in parts])),
         "main_loss": main_loss(parts[int(time_s.argmax())]),
         "taken_from": others,
-        "step_s_each": time_s.tolist(),
         **(_kept(steps) if name == CHUNKED else {}),
     }
-    rate = float((cluster.batch_tokens / time_s).mean())
+    return _row(cluster, data, batches, name, time_s, extra)
+
+
+def _distca_row(cluster: PaperCluster, data: str, batches: Sequence[IntArray]) -> Row:
+    """Attention as tasks on any rank; no plan, so its own simulation."""
+    steps = [
+        simulate_disaggregated(
+            lengths,
+            cluster.cost,
+            head_exchange(cluster.model, cluster.tp_size),
+            hdp_size=cluster.hdp_size,
+            tokens_per_rank=cluster.tokens_per_rank,
+            pp_size=cluster.pp_size,
+        )
+        for lengths in batches
+    ]
+    time_s = np.array([step.step_time_s for step in steps])
+    exposed = float(np.mean([step.exposed_s / step.step_time_s for step in steps]))
+    extra: dict[str, Any] = {
+        "tokens_per_rank": cluster.tokens_per_rank,
+        "exposed_communication": exposed,
+        "main_loss": "exposed communication" if exposed > 0.005 else "none",
+        "taken_from": {},
+        "imbalance_most": max(step.imbalance for step in steps),
+        "received_tokens_most": max(step.received_tokens for step in steps),
+    }
+    return _row(cluster, data, batches, DISTCA, time_s, extra)
+
+
+def _row(
+    cluster: PaperCluster, data: str, batches: Sequence[IntArray], name: str, time_s: FloatArray, extra: dict[str, Any]
+) -> Row:
+    """A row with what all have: step times beside the bound."""
+    bounds = [lower_bound_s(cluster.cost, b, cluster.hdp_size, cluster.pp_size) for b in batches]
+    work = [_work_bound_s(cluster, b) for b in batches]
+    gaps = time_s / np.array(bounds)
+    common: dict[str, Any] = {
+        "step_s": float(time_s.mean()),
+        "gap": float(gaps.mean()),
+        "gap_most": float(gaps.max()),
+        "longest_binds": sum(bound > w * 1.001 for bound, w in zip(bounds, work, strict=True)),
+        "step_s_each": time_s.tolist(),
+    }
+    rate, extra = float((cluster.batch_tokens / time_s).mean()), common | extra
     return Row("beyond", "tokens/s", rate, model=cluster.model.name, data=data, context="2M", system=name, extra=extra)
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from bytescale.cost.presets import paper_constants
-from bytescale.planner.strategies import fcp
 from bytescale.reproduction.calibration import CONSTANT_FILES, constant, paper_cluster
-from bytescale.reproduction.figures.beyond import ULYSSES
+from bytescale.reproduction.figures.beyond import CHUNKED, OTHER_SETTINGS
 from bytescale.reproduction.figures.throughput import MODELS, decay, orders_that_fail
 from bytescale.reproduction.page.plots import has_picture
 from bytescale.reproduction.page.tables import rows_markdown
@@ -229,10 +228,10 @@ def _beyond_words(rows: Sequence[Row]) -> str:
     worst = 1.0
     lead: dict[tuple[str | None, str | None], float] = {}
     for row in rows:
-        if row.system in ("best", "chunked", fcp.OWN_SETTING) or str(row.system).endswith(ULYSSES):
+        if row.system in ("best", CHUNKED, *OTHER_SETTINGS):
             continue
         best = next(r for r in rows if (r.model, r.data, r.system) == (row.model, row.data, "best"))
-        if row.system != "hdp-balance" and row.model != "llama-7b":
+        if row.model != "llama-7b":
             cell = (row.model, row.data)
             lead[cell] = min(lead.get(cell, math.inf), best.ours / row.ours)
         pairs = zip(best.extra["step_s_each"], row.extra["step_s_each"], strict=True)
@@ -254,7 +253,7 @@ def _beyond_words(rows: Sequence[Row]) -> str:
         f"bound in the worst batch. With one it takes {min(piped):.2f} to {max(piped):.2f} times the bound,\n"
         f"hdp-balance {min(balance):.2f} to {max(balance):.2f}; the bound lets all stages work all the time, while a\n"
         "long sequence crosses them one after another. It is "
-        f"{math.exp(np.mean(np.log(list(lead.values())))):.2f} times as fast as the best rival of each cell, in the\n"
+        f"{math.exp(np.mean(np.log(list(lead.values())))):.2f} times as fast as the best other strategy of each cell, in the\n"
         "geometric mean. "
         "`chunked` takes "
         f"{min(chunk_gaps):.2f} to {max(chunk_gaps):.2f} times the bound and\n"

@@ -12,8 +12,8 @@ from bytescale.reproduction.rows import Row
 
 _PAPER, _NAIVE, _BALANCE = "#b0b0b0", "#f2a65a", "#3b6fb6"
 _STRATEGY_COLOURS = (
-    *("#9a9a9a", "#c9c9c9", "#b279a2", "#e377c2", "#72b7b2", "#eeca3b", "#bcbd22", "#8c564b"),
-    *("#f2a65a", "#3b6fb6", "#1d7a3c", "#d62728"),
+    *("#9a9a9a", "#c9c9c9", "#b279a2", "#e377c2", "#72b7b2", "#eeca3b", "#f7e39c", "#bcbd22", "#dbdb8d", "#8c564b"),
+    *("#f2a65a", "#3b6fb6", "#1d7a3c", "#17becf", "#d62728"),
 )
 
 
