@@ -56,6 +56,7 @@ def test_the_list_of_keys_changes_on_purpose_only() -> None:
             "data.begin_token",
             "data.max_context",
             "data.overlong",
+            "data.split_at",
             "data.validation",
             "data.on_error",
             "data.workers",

@@ -8,7 +8,7 @@ import numpy as np
 
 from bytescale.data import SequenceDataset, build_dataset
 from bytescale.data.cache import TokenCorpus
-from bytescale.data.held_out import content_digests
+from bytescale.data.documents.held_out import content_digests
 
 
 def corpus_of(lengths: Sequence[int]) -> TokenCorpus:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bytescale.config.data import DataConfig
 from bytescale.data import SequenceDataset, open_dataset
-from bytescale.data.held_out import content_digests, is_held_out
+from bytescale.data.documents.held_out import content_digests, is_held_out
 from bytescale.errors import UserError
 from tests.data.corpora import write_jsonl, write_tokenizer
 

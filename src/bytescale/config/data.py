@@ -14,6 +14,7 @@ Content = Literal["text", "messages", "tokens"]
 LossOn = Literal["assistant", "all"]
 OnError = Literal["stop", "skip"]
 Overlong = Literal["split", "drop", "error"]
+SplitAt = Literal["token", "line", "paragraph"]
 Mix = Literal["tokens", "sequences"]
 
 BYTE_TOKENIZER = "byte"
@@ -139,6 +140,10 @@ class DataConfig(DocumentsConfig):
     overlong: Overlong = "split"
     """longer documents: `split`, `drop` or `error`; counted and shown"""
 
+    split_at: SplitAt = "token"
+    """where `split` cuts: every `max_context` tokens (`token`), or behind the last `paragraph` or `line` in the second
+    half of them, where there is one"""
+
     validation: float = 0.0
     """share of the documents that is never trained on, chosen by their contents alone: the same ones whatever the seed,
     the order and the tokenizer, equal documents together"""
@@ -161,6 +166,7 @@ class DataConfig(DocumentsConfig):
         require_choice("data.on_error", self.on_error, OnError)
         require_at_least("data.workers", self.workers, 1)
         require_choice("data.overlong", self.overlong, Overlong)
+        require_choice("data.split_at", self.split_at, SplitAt)
         require_at_least("data.max_context", self.max_context, 2)
         require(0 <= self.validation < 1, f"data.validation = {self.validation}; a share lies in 0..1, below 1")
 

@@ -35,8 +35,8 @@ import numpy.typing as npt
 from bytescale.arrays import IntArray
 from bytescale.data.build import NpyWriter, shards
 from bytescale.data.digests import file_digests, manifest_path
+from bytescale.data.documents.held_out import DigestArray
 from bytescale.data.encoding.encoder import Encoder
-from bytescale.data.held_out import DigestArray
 from bytescale.data.sources.source import DocumentSource, content_fingerprint
 from bytescale.data.tokenizers import TokenArray
 from bytescale.errors import UserError, counted
@@ -55,7 +55,7 @@ class TokenCorpus:
     Attributes:
         tokens: all documents one after the other, each with its end token; memory-mapped. Shape [num_tokens].
         offsets: document i is tokens[offsets[i]:offsets[i+1]]. Shape [num_documents + 1].
-        digests: of the contents of each document, see `bytescale.data.held_out`. Shape [num_documents].
+        digests: of the contents of each document, see `bytescale.data.documents.held_out`. Shape [num_documents].
         mask: 1 for tokens that are targets, 0 for others; None where all are. Shape [num_tokens].
         num_ids: 1 + the largest id.
         num_skipped: documents that were left out because they could not be read or encoded.

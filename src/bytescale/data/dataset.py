@@ -17,11 +17,12 @@ from typing import Literal
 
 import numpy as np
 
-from bytescale.arrays import IntArray, ceil_div, exclusive_sum
+from bytescale.arrays import IntArray
 from bytescale.config.data import DataConfig, Mix, Overlong
 from bytescale.data.cache import TokenCorpus, open_corpus
+from bytescale.data.documents.cuts import LineEnds, cut, line_ends
+from bytescale.data.documents.held_out import is_held_out
 from bytescale.data.encoding.encoder import make_encoder
-from bytescale.data.held_out import is_held_out
 from bytescale.data.reader import CorpusReader, TokenReader
 from bytescale.data.sources.source import document_name, open_source
 from bytescale.data.tokenizers import Tokenizer, load_tokenizer
@@ -41,6 +42,7 @@ class SourceCorpus:
         weight: relative to the other sources.
         epochs: most times to go through it; None has no bound.
         name_of: name of a document by number, for messages.
+        ends: where its long documents may be cut; None is anywhere.
     """
 
     corpus: TokenCorpus
@@ -48,6 +50,7 @@ class SourceCorpus:
     weight: float = 1.0
     epochs: int | None = None
     name_of: Callable[[int], str] | None = None
+    ends: LineEnds | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,7 @@ def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None, part: P
     """
     tokenizer = tokenizer or load_tokenizer(config)
     corpora, notes = [], list(tokenizer.notes)
+    ends = line_ends(tokenizer, config.split_at) if config.overlong == "split" else None
     for source_config in config.named_sources:
         if source_config.weight == 0:
             continue
@@ -260,6 +264,7 @@ def open_dataset(config: DataConfig, tokenizer: Tokenizer | None = None, part: P
                 source_config.weight,
                 1 if part == "validation" else source_config.epochs,
                 partial(document_name, source),
+                None if encoder.gives_ids else ends,
             )
         )
     dataset = build_dataset(
@@ -300,7 +305,7 @@ def _sequences(
             "data.max_context or set data.overlong to split or drop"
         )
     kept = np.flatnonzero(ours & ~empty & ~long if overlong == "drop" else ours & ~empty)
-    starts, lengths = _cut(np.asarray(corpus.offsets)[kept], lengths[kept], max_context)
+    starts, lengths = cut(np.asarray(corpus.offsets)[kept], lengths[kept], max_context, corpus.tokens, source.ends)
     starts, lengths, num_targets, without_target = _with_targets(corpus, starts, lengths)
     counts = DatasetCounts(
         documents=int(ours.sum()),
@@ -332,12 +337,3 @@ def _with_targets(corpus: TokenCorpus, starts: IntArray, lengths: IntArray) -> t
         num_targets[several] = np.add.reduceat(corpus.mask, bounds, dtype=np.int64)[::2]
     kept = num_targets > 0
     return starts[kept], lengths[kept], num_targets[kept], int((~kept).sum())
-
-
-def _cut(starts: IntArray, lengths: IntArray, max_context: int) -> tuple[IntArray, IntArray]:
-    """Cut every range (start, length) after each `max_context` tokens; returns the new starts and lengths."""
-    num_parts = ceil_div(lengths, max_context)
-    first = exclusive_sum(num_parts)
-    offset = (np.arange(num_parts.sum(), dtype=np.int64) - np.repeat(first, num_parts)) * max_context
-    remaining = np.repeat(lengths, num_parts) - offset
-    return np.repeat(starts, num_parts) + offset, np.minimum(remaining, max_context)

@@ -12,8 +12,8 @@ import numpy as np
 
 from bytescale.arrays import IntArray
 from bytescale.config.data import DocumentsConfig, OnError
+from bytescale.data.documents.held_out import DigestArray, content_digests
 from bytescale.data.encoding.chat import ChatTemplate, load_template
-from bytescale.data.held_out import DigestArray, content_digests
 from bytescale.data.sources.content import Chat, Document, MaskArray, TokenIds
 from bytescale.data.tokenizers import TokenArray, Tokenizer
 from bytescale.errors import UserError

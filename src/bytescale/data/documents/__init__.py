@@ -1,0 +1,1 @@
+"""What becomes of whole documents: which are trained on, and where long ones are cut."""
