@@ -17,6 +17,7 @@ from bytescale.checkpoint.reader import TensorReader
 from bytescale.checkpoint.slices import model_slices
 from bytescale.checkpoint.stored import read_checkpoint
 from bytescale.checkpoint.writer import CheckpointWriter
+from bytescale.cli.results.export import find_source
 from bytescale.config.schema import Config, ModelConfig, ParallelConfig
 from bytescale.config.toml import config_to_dict
 from bytescale.runtime.device import TORCH_DTYPES
@@ -117,11 +118,15 @@ def test_the_command(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith(f"step 3 of {checkpoint} -> {tmp_path / 'empty'}: bfloat16, 1 file, ")
     assert export(checkpoint, tmp_path / "wide", "--dtype", "float32", "--json") == 0
     assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "config.toml").write_text(f'[checkpoint]\ndir = "{run_dir / "checkpoints"}"\n')
+    assert find_source(elsewhere) == checkpoint
     expected = small_decoder("llama").state_dict()
     for name, weight in load_file(tmp_path / "wide" / "model.safetensors").items():
         assert torch.equal(weight, expected[name])
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "wide"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "empty", "wide"]
 
 
 def test_the_tokenizer_comes_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import click
 
 from bytescale.checkpoint.directory import MANIFEST, find_checkpoints
 from bytescale.cli.paths import UserPath
+from bytescale.cli.results.run_list import checkpoint_dir
 from bytescale.config.schema import DType
 from bytescale.errors import UserError, counted
 from bytescale.files import shown
@@ -52,7 +53,7 @@ def find_source(source: Path) -> Path:
         raise UserError(f"{source} is not a directory" if source.exists() else f"{source} does not exist")
     if (source / MANIFEST).is_file():
         return source
-    for directory in (source / "checkpoints", source):
+    for directory in (checkpoint_dir(source), source):
         if found := find_checkpoints(directory):
             return found[0]
     if (source / "model" / "config.json").is_file():

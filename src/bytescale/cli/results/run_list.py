@@ -69,7 +69,8 @@ def run_state(run_dir: Path) -> RunState:
     config = _toml(run_dir / "config.toml")
     summary = _json(run_dir / "summary.json")
     state = _state(run_dir, summary)
-    checkpoints = _checkpoints(config, run_dir)
+    found = find_checkpoints(checkpoint_dir(run_dir, config))
+    checkpoints = tuple(sorted(step_of(path) for path in found if (path / MANIFEST).is_file()))
     step, steps = last.get("step", 0), config.get("train", {}).get("steps")
     over = state == FINISHED and steps is not None and step >= steps
     return RunState(
@@ -83,6 +84,12 @@ def run_state(run_dir: Path) -> RunState:
         checkpoints=checkpoints,
         resume_step=checkpoints[-1] if checkpoints and state != RUNNING and not over else None,
     )
+
+
+def checkpoint_dir(run_dir: Path, config: dict[str, Any] | None = None) -> Path:
+    """Where the checkpoints of a run lie; `config` is what its `config.toml` holds."""
+    stated = (_toml(run_dir / "config.toml") if config is None else config).get("checkpoint", {}).get("dir")
+    return run_dir / "checkpoints" if stated is None else Path(stated)
 
 
 def _run_dirs(directory: Path) -> Iterator[Path]:
@@ -119,12 +126,6 @@ def _is_locked(run_dir: Path) -> bool:
     finally:
         os.close(handle)
     return False
-
-
-def _checkpoints(config: dict[str, Any], run_dir: Path) -> tuple[int, ...]:
-    directory = Path(config.get("checkpoint", {}).get("dir") or run_dir / "checkpoints")
-    found = find_checkpoints(directory)
-    return tuple(sorted(step_of(path) for path in found if (path / MANIFEST).is_file()))
 
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:

@@ -173,17 +173,18 @@ def _gathered(model: LossModel, group: Group, dtype: torch.dtype, *, keep: bool)
 
 
 def write_weights(
-    directory: Path, files: Mapping[str, Sequence[TensorSpec]], groups: Iterable[Mapping[str, torch.Tensor]]
+    directory: Path, files: Mapping[str, Sequence[TensorSpec]], groups: Iterable[dict[str, torch.Tensor]]
 ) -> None:
-    """Write the tensors of `groups`, as they come, to the files that are to hold them."""
+    """Write the tensors of `groups`, as they come, to the files that are to hold them; groups are emptied."""
     with ExitStack() as stack:
         opened: dict[str, WeightsFile] = {}
         for name, specs in files.items():
             file = stack.enter_context(WeightsFile(directory / name, specs))
             opened |= {spec[0]: file for spec in specs}
         for group in groups:
-            for name, tensor in group.items():
-                opened[name].put(name, tensor)
+            # A group must not live on while the next one is made.
+            for name in list(group):
+                opened[name].put(name, group.pop(name))
 
 
 def file_names(total: int) -> list[str]:
