@@ -16,7 +16,7 @@ CAPACITY = 8192
 
 
 def problem(lengths: object, hdp_size: int, **more: object) -> Problem:
-    cost = preset_cost("llama-7b", "paper")
+    cost = preset_cost("llama-7b", "h100")
     asked = {"hdp_size": hdp_size, "tokens_per_rank": CAPACITY, "cost": cost, "offload": "off", **more}
     return make_problem(lengths, **asked)  # type: ignore[arg-type]
 

@@ -69,9 +69,9 @@ def best_pipeline_plan(problem: Problem) -> StepPlan:
     tries([replace(start, pack_tokens=tokens) for tokens in sizes[1:]])
     tries([replace(start, num_leading=num) for num in (0, 1)])
     degrees = [start.degree, divisor_of(least, problem.hdp_size)]
-    if size <= 200_000:
+    if size <= 100_000:
         degrees += [least, *_degree_candidates(problem, least, _ORDER_TIMES)]
-    ordered = _best_order(problem, degrees)
+    ordered = _best_order(problem, degrees, _ORDER_PACK_SHARES if size <= 100_000 else ())
     return ordered if step_s(ordered) < best.step_s * (1 - 1e-6) else best.plan
 
 
@@ -82,7 +82,7 @@ def divisor_of(degree: IntArray, hdp_size: int) -> IntArray:
     return rounded
 
 
-def _best_order(problem: Problem, degrees: list[IntArray]) -> StepPlan:
+def _best_order(problem: Problem, degrees: list[IntArray], pack_shares: tuple[float, ...]) -> StepPlan:
     """The shortest plan of the orders of `hdp-balance` at other degrees than the fewest, and with smaller packs."""
 
     def best_at(degree: IntArray, share: float) -> StepPlan:
@@ -93,7 +93,7 @@ def _best_order(problem: Problem, degrees: list[IntArray]) -> StepPlan:
     distinct = list({degree.tobytes(): degree for degree in degrees}.values())
     plans = [best_at(degree, 1.0) for degree in distinct]
     best = distinct[int(np.argmin([step_s(plan) for plan in plans]))]
-    return min([*plans, *(best_at(best, share) for share in _ORDER_PACK_SHARES)], key=step_s)
+    return min([*plans, *(best_at(best, share) for share in pack_shares)], key=step_s)
 
 
 @dataclass(frozen=True)
