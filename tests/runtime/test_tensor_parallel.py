@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from bytescale.config.schema import TrainConfig
+from bytescale.cost import ModelShape
+from bytescale.cost.traffic import tensor_bytes
 from bytescale.errors import UserError
 from bytescale.plan.step_plan import StepPlan
 from bytescale.runtime.attention.context import AttentionContext
@@ -169,6 +171,20 @@ def test_random_plans_end_and_agree_with_one_rank(ranks: RankPool, plan: StepPla
     loss = ranks.run(1, _loss, alone, architecture, 1, timeout_s=30)[0]
     size = 2 * plan.hdp_size
     assert ranks.run(size, _loss, plan, architecture, 2, timeout_s=30) == pytest.approx([loss] * size, rel=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("plan", [TWO, PIPELINES], ids=["2x2", "2x2x2"])
+def test_collectives_send_what_the_traffic_model_says(ranks: RankPool, plan: StepPlan, checkpointing: bool) -> None:
+    layers = 2 * plan.pp_size
+    size = 2 * plan.hdp_size * plan.pp_size
+    sent = ranks.run(size, _tensor_bytes, plan, {"checkpointing": checkpointing, "num_hidden_layers": layers})
+    shape = ModelShape("small", layers, 32, 4, 2, 8, 64, 97, dtype_bytes=4)
+    assert sum(sent) == tensor_bytes(plan, shape, 2, checkpointing)
+
+
+def _tensor_bytes(ranks: Ranks, plan: StepPlan, options: dict[str, Any]) -> int:
+    return train_step(ranks, plan, tp_size=2, **options)[2].tensor_bytes_sent
 
 
 def _kept(ranks: Ranks, tp_size: int) -> int:

@@ -17,6 +17,7 @@ from bytescale.arrays import IntArray
 from bytescale.cli.paths import UserPath, at_home
 from bytescale.config.quantities import EXAMPLES, parse_quantity
 from bytescale.cost import CostModel, dense_flops, preset_cost
+from bytescale.cost.model import shared_by
 from bytescale.cost.presets import cluster_spec, model_shape
 from bytescale.cost.profile import Profile, beyond_range, profile_cost, read_profile
 from bytescale.errors import UserError, nearest
@@ -221,9 +222,7 @@ def chosen_cost(model: str, cluster: str, cost_name: str | None, tp_size: int, *
     if recompute:
         raise UserError(f"--recompute goes with --model and --cluster; leave it out beside --cost {cost_name}")
     if (profile := chosen_profile(cost_name)) is not None:
-        if tp_size != 1:
-            raise UserError(f"--profile {cost_name} was measured on ranks of one device; --tp-size is {tp_size}")
-        return profile_cost(profile)
+        return shared_by(profile_cost(profile), tp_size, profile.model)
     if cost_name not in COSTS:
         raise UserError(f"unknown --cost {cost_name!r}, and no profile of that name; {nearest(cost_name, COSTS)}")
     return dense_flops(model_shape(model).num_layers)

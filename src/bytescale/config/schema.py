@@ -74,6 +74,9 @@ class ParallelConfig:
     tp_size: int = 1
     """ranks that share every layer of an HDP rank: heads, hidden units, whole experts, vocabulary; must divide them"""
 
+    expert_parallel: Literal["tp"] = "tp"
+    """where the experts of a layer are: `tp`, whole ones, an equal share on each TP rank of an HDP rank"""
+
     hdp_size: int | None = None
     """ranks of the HDP axis; when given, pp_size * tp_size * hdp_size must equal the world"""
 

@@ -190,47 +190,72 @@ class CostModel:
 
 
 def cost_model(model: ModelShape, cluster: ClusterSpec, *, tp_size: int = 1, recompute: bool = False) -> CostModel:
-    """Coefficients of `model` on `cluster`; a rank is `tp_size` GPUs, which split every matrix and every head.
+    """Coefficients of `model` on `cluster`; a rank is `tp_size` GPUs of one node, see `shared_by`."""
+    if tp_size < 1 or cluster.gpus_per_node % tp_size:
+        raise UserError(
+            f"tp_size is {tp_size}; it must divide the {cluster.gpus_per_node} GPUs of a {cluster.name} node"
+        )
+    linear_s = model.linear_flops_per_token / cluster.linear_flops_per_s
+    square_s = model.attention_flops_per_square / cluster.attention_flops_per_s
+    head_s = model.head_flops_per_token / cluster.linear_flops_per_s if cluster.count_head else 0.0
+    forward = DirectionCost(square_s, linear_s, cluster.layer_overhead_s, 1.0, head_s)
+    backward = DirectionCost(
+        square_s * cluster.backward_attention,
+        linear_s * cluster.backward_linear,
+        cluster.layer_overhead_s * cluster.backward_linear,
+        cluster.backward_transfer,
+        head_s * cluster.backward_linear,
+    )
+    alone = CostModel(
+        name=f"{model.name} on {cluster.name}",
+        num_layers=model.num_layers,
+        forward=forward,
+        backward=backward,
+        kv_bytes_per_token=float(model.kv_bytes_per_token),
+        activation_bytes_per_token=model.activation_bytes_per_token,
+        intra_node=cluster.intra_node,
+        inter_node=cluster.inter_node,
+        block_half_tokens=cluster.block_half_tokens,
+        ring_step_floor_s=cluster.ring_step_floor_s,
+        ranks_per_node=cluster.gpus_per_node,
+        copy_bytes_per_s=cluster.copy_bytes_per_s,
+        recompute=recompute,
+        provenance=cluster.provenance,
+    )
+    return shared_by(alone, tp_size, model)
+
+
+def shared_by(cost: CostModel, tp_size: int, model: ModelShape) -> CostModel:
+    """The cost of a rank that is `tp_size` GPUs instead of one: they split every matrix, head and activation.
 
     Tensor parallelism adds, a layer and direction, two gathers of the hidden state of all rows and two sums of it over
     the `intra_node` link ((tp-1)/tp of it each), which nothing hides. The inputs of blocks, which the backward gathers
     again, travel while it computes.
     """
-    if tp_size < 1 or cluster.gpus_per_node % tp_size:
-        raise UserError(
-            f"tp_size is {tp_size}; it must divide the {cluster.gpus_per_node} GPUs of a {cluster.name} node"
-        )
+    if tp_size == 1:
+        return cost
     hidden_bytes = model.hidden_size * model.dtype_bytes
-    tensor_s = 2 * 2 * (tp_size - 1) / tp_size * hidden_bytes / cluster.intra_node.bytes_per_s
-    linear_s = model.linear_flops_per_token / cluster.linear_flops_per_s / tp_size
-    square_s = model.attention_flops_per_square / cluster.attention_flops_per_s / tp_size
-    head_s = model.head_flops_per_token / cluster.linear_flops_per_s / tp_size if cluster.count_head else 0.0
-    forward = DirectionCost(
-        square_s, linear_s + tensor_s, cluster.layer_overhead_s, 1.0, head_s, tensor_token_s=tensor_s
-    )
-    backward = DirectionCost(
-        square_s * cluster.backward_attention,
-        linear_s * cluster.backward_linear + tensor_s,
-        cluster.layer_overhead_s * cluster.backward_linear,
-        cluster.backward_transfer,
-        head_s * cluster.backward_linear,
-        tensor_token_s=tensor_s,
-    )
-    return CostModel(
-        name=f"{model.name} on {cluster.name}" + (f", tp {tp_size}" if tp_size > 1 else ""),
-        num_layers=model.num_layers,
-        forward=forward,
-        backward=backward,
-        kv_bytes_per_token=model.kv_bytes_per_token / tp_size,
-        activation_bytes_per_token=model.activation_bytes_per_token / tp_size,
-        intra_node=cluster.intra_node,
-        inter_node=cluster.inter_node,
-        block_half_tokens=cluster.block_half_tokens,
-        ring_step_floor_s=cluster.ring_step_floor_s,
-        ranks_per_node=cluster.gpus_per_node // tp_size,
-        copy_bytes_per_s=cluster.copy_bytes_per_s,
-        recompute=recompute,
-        provenance=cluster.provenance,
+    tensor_s = 4 * (tp_size - 1) / tp_size * hidden_bytes / cost.intra_node.bytes_per_s
+
+    def shared(direction: DirectionCost) -> DirectionCost:
+        return replace(
+            direction,
+            square_s=direction.square_s / tp_size,
+            token_s=direction.token_s / tp_size + tensor_s,
+            head_token_s=direction.head_token_s / tp_size,
+            embedding_token_s=direction.embedding_token_s / tp_size,
+            tensor_token_s=tensor_s,
+        )
+
+    return replace(
+        cost,
+        name=f"{cost.name}, tp {tp_size}",
+        forward=shared(cost.forward),
+        backward=shared(cost.backward),
+        kv_bytes_per_token=cost.kv_bytes_per_token / tp_size,
+        activation_bytes_per_token=cost.activation_bytes_per_token / tp_size,
+        activation_bytes=cost.activation_bytes / tp_size,
+        ranks_per_node=max(1, cost.ranks_per_node // tp_size),
     )
 
 

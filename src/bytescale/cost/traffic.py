@@ -14,7 +14,8 @@ forward. Cost: O(pieces), closed sums.
 import numpy as np
 import numpy.typing as npt
 
-from bytescale.arrays import IntArray, exclusive_sum
+from bytescale.arrays import IntArray, ceil_div, exclusive_sum
+from bytescale.cost.model import ModelShape
 from bytescale.plan.step_plan import StepPlan
 
 
@@ -38,6 +39,20 @@ def attention_bytes(plan: StepPlan, kv_bytes_per_token: float, num_layers: int, 
     """
     passes = 4 if checkpointing else 3
     return round(int(attention_traffic_tokens(plan).sum()) * kv_bytes_per_token * num_layers * passes)
+
+
+def tensor_bytes(plan: StepPlan, model: ModelShape, tp_size: int, checkpointing: bool = False) -> int:
+    """Bytes that the collectives of tensor parallelism send in one step of a dense model, all ranks together.
+
+    A gather or sum of the hidden states of T' rows (tokens, padded to a multiple of tp_size) sends (tp_size - 1) * T'
+    of them. A layer has four in the forward, six in the backward, where the inputs of its two blocks are gathered
+    again, and three when it is recomputed; embedding and head have two each, the head two fp32 numbers a row and rank
+    besides. The one-token micro-batch of the reduction does the same on every HDP rank and stage.
+    """
+    tokens = np.bincount(plan.micro_batch_ids(), weights=plan.pieces.tokens)
+    rows = int((ceil_div(tokens.astype(np.int64), tp_size) * tp_size).sum()) + plan.hdp_size * tp_size
+    hidden = model.num_layers * (13 if checkpointing else 10) + 4
+    return (tp_size - 1) * rows * (hidden * model.hidden_size * model.dtype_bytes + 2 * 4 * tp_size)
 
 
 def _zigzag_tokens(plan: StepPlan) -> IntArray:

@@ -39,11 +39,6 @@ def check_first(config: Config, world_size: int) -> None:
     check_writers(config.run.writers)
     if config.plan.profile is not None:
         read_profile(Path(config.plan.profile))
-        if config.parallel.tp_size > 1:
-            raise UserError(
-                f"plan.profile was measured on ranks of one device, parallel.tp_size is {config.parallel.tp_size}; "
-                "leave plan.profile out"
-            )
     check_directories(config)
 
 

@@ -13,6 +13,7 @@ from bytescale.config.data import BYTE_TOKENIZER
 from bytescale.config.schema import Config
 from bytescale.config.tokenizer import check_tokenizer
 from bytescale.cost import CostModel, ModelShape, attention_bytes, cluster_spec, cost_model
+from bytescale.cost.model import shared_by
 from bytescale.cost.predict import stage_layers
 from bytescale.cost.profile import Profile, beyond_range, check_profile, profile_cost, read_profile
 from bytescale.data import (
@@ -204,7 +205,8 @@ def run_cost(config: Config, shape: ModelShape) -> CostModel:
         cluster = replace(h100, gpus_per_node=tp_size * max(1, h100.gpus_per_node // tp_size))
         return cost_model(shape, cluster, tp_size=tp_size, recompute=recompute)
     profile = _profile(config, shape)
-    return profile_cost(profile, num_layers=shape.num_layers, recompute=recompute)
+    alone = profile_cost(profile, num_layers=shape.num_layers, recompute=recompute)
+    return shared_by(alone, config.parallel.tp_size, shape)
 
 
 def _profile(config: Config, shape: ModelShape) -> Profile:

@@ -35,6 +35,7 @@ class StepResult:
         busy_s: compute phase without waiting for other ranks.
         pipeline_wait_s: time in the compute phase that other stages were waited for.
         bytes_sent: by attention.
+        tensor_bytes_sent: by collectives of tensor parallelism.
         offload: what was offloaded.
         spans: timeline, nanoseconds as `time.perf_counter_ns` counts them.
     """
@@ -46,6 +47,7 @@ class StepResult:
     bytes_sent: int
     spans: tuple[Span, ...]
     offload: OffloadReport = field(default_factory=OffloadReport)
+    tensor_bytes_sent: int = 0
 
 
 class StepMeasurement:
@@ -93,6 +95,7 @@ class StepMeasurement:
             bytes_sent=self._world.comm.bytes_sent,
             spans=(*spans, *_by_track([*wait_spans, *self._offload_spans(offloaded)])),
             offload=offloaded,
+            tensor_bytes_sent=0 if self._world.tp is None else self._world.tp.bytes_sent,
         )
 
     def _offload_spans(self, report: OffloadReport) -> list[Span]:

@@ -96,7 +96,8 @@ class StepMetrics:
     """One line of `metrics.jsonl`.
 
     `pp_bubble` is the share of the ranks' compute phase spent waiting for other stages, `dp_bubble` the share between
-    the end of a rank's compute phase and that of the last.
+    the end of a rank's compute phase and that of the last. `tensor_bytes` is what the collectives of tensor parallelism
+    sent, all ranks.
     """
 
     step: int
@@ -123,6 +124,7 @@ class StepMetrics:
     offload_declined_bytes: int
     pp_bubble: float
     dp_bubble: float
+    tensor_bytes: int = 0
 
     @property
     def nothing_moved(self) -> bool:
@@ -150,12 +152,12 @@ def gather_metrics(
 ) -> StepMetrics:
     """Combine the numbers of all ranks; a collective. Every rank gets the same line."""
     own = [float(result.bytes_sent), float(peak_memory_bytes), data.data_wait_s]
-    own += [result.compute_s, result.busy_s, result.pipeline_wait_s]
+    own += [result.compute_s, result.busy_s, result.pipeline_wait_s, float(result.tensor_bytes_sent)]
     offload = result.offload
     own += [float(offload.bytes_out), float(offload.bytes_in), offload.exposed_s, float(offload.declined_bytes)]
     everyone = world.all_gather_numbers(own).T
-    bytes_sent, peak, data_wait_s, compute_s, busy_s, pipeline_wait_s = everyone[:6]
-    bytes_out, bytes_in, exposed_s, declined = everyone[6:]
+    bytes_sent, peak, data_wait_s, compute_s, busy_s, pipeline_wait_s, tensor_bytes = everyone[:7]
+    bytes_out, bytes_in, exposed_s, declined = everyone[7:]
     counts = data.plan.num_micro_batches()
     return StepMetrics(
         step=data.step,
@@ -182,6 +184,7 @@ def gather_metrics(
         offload_declined_bytes=int(declined.sum()),
         pp_bubble=float(pipeline_wait_s.mean() / compute_s.max()),
         dp_bubble=float(1 - compute_s.mean() / compute_s.max()),
+        tensor_bytes=int(tensor_bytes.sum()),
     )
 
 
