@@ -13,6 +13,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ CHAIN: list[tuple[int, tuple[object, ...]]] = [
     (24, ("--nproc", 4, "--parallel.pp_size", 4, "--plan.strategy", "best")),
     (28, ("--nproc", 3, "--parallel.pp_size", 3, "--plan.strategy", "chunked")),
     (32, ("--nproc", 2, "--plan.offload", 1.0, "--offload.min_bytes", 1)),
-    (36, ("--nproc", 4, "--parallel.shard_size", 2, "--plan.offload", "off")),
+    (34, ("--nproc", 4, "--parallel.shard_size", 2, "--plan.offload", "off")),
+    (36, ("--nproc", 4, "--parallel.tp_size", 2)),
     (40, ("--nproc", 2, "--parallel.pp_size", 2, "--plan.strategy", "chunked", "--checkpoint.async", "false")),
 ]
 
@@ -59,7 +61,7 @@ def run(directory: Path) -> dict[str, Any]:
     for end, options in CHAIN:
         words = [config, *common, *options, "--run.dir", directory / "moved", "--resume", "auto"]
         # The schedule is that of the whole run, so each part is ended by a signal rather than by its steps.
-        train(words, directory / f"{end}.log", ended_after(end, report(directory / f"{end}.pieces")))
+        train(words, directory / f"{end}.log", partial(signal_in, end, directory / f"{end}.pieces"))
     alone, moved = metrics(directory / "alone"), metrics(directory / "moved")
     pairs = list(zip(alone, moved, strict=True))
     differences = [abs(b["loss"] - a["loss"]) / a["loss"] for a, b in pairs]
@@ -79,25 +81,21 @@ def run(directory: Path) -> dict[str, Any]:
     }
 
 
-def report(path: Path) -> Any:
-    """A patch: the first stage's ranks add the tokens that they compute to `path`, a line for each step."""
+def report(path: Path) -> None:
+    """Patch this process: the first stage's ranks add the tokens that they compute to `path`, a line for each step."""
+    from bytescale.train import trainer
 
-    def patch() -> None:
-        from bytescale.train import trainer
+    run_step = trainer.run_step
 
-        run_step = trainer.run_step
+    def reported(model: Any, kernel: Any, world: Any, data: Any, *rest: Any) -> Any:
+        result = run_step(model, kernel, world, data, *rest)
+        if world.is_first and world.tp_rank == 0:
+            line = json.dumps([data.step, computed(data)]) + "\n"
+            with open(path, "a") as file:
+                file.write(line)
+        return result
 
-        def reported(model: Any, kernel: Any, world: Any, data: Any, *rest: Any) -> Any:
-            result = run_step(model, kernel, world, data, *rest)
-            if world.is_first:
-                line = json.dumps([data.step, computed(data)]) + "\n"
-                with open(path, "a") as file:
-                    file.write(line)
-            return result
-
-        trainer.run_step = reported  # type: ignore[assignment]
-
-    return patch
+    trainer.run_step = reported  # type: ignore[assignment]
 
 
 def computed(data: Any) -> list[list[int]]:
@@ -110,23 +108,20 @@ def computed(data: Any) -> list[list[int]]:
     return found
 
 
-def ended_after(step: int, also: Any) -> Any:
-    """A patch: a scheduler's signal comes in that step."""
+def signal_in(step: int, path: Path | None = None) -> None:
+    """Patch this process: a scheduler's signal comes in that step; with `path` ranks report as well."""
+    from bytescale.train import trainer
 
-    def patch() -> None:
-        from bytescale.train import trainer
+    if path is not None:
+        report(path)
+    run_step = trainer.run_step
 
-        also()
-        run_step = trainer.run_step
+    def signalled(*args: Any) -> Any:
+        if args[3].step == step and os.environ.get("RANK", "0") == "0":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return run_step(*args)
 
-        def signalled(*args: Any) -> Any:
-            if args[3].step == step < STEPS and os.environ.get("RANK", "0") == "0":
-                os.kill(os.getpid(), signal.SIGUSR1)
-            return run_step(*args)
-
-        trainer.run_step = signalled  # type: ignore[assignment]
-
-    return patch
+    trainer.run_step = signalled  # type: ignore[assignment]
 
 
 def pieces(paths: list[Path]) -> Counter[tuple[int, ...]]:

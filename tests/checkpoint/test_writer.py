@@ -80,6 +80,26 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     saver.wait()
 
 
+def test_a_disk_that_hangs_costs_the_checkpoints_that_it_does_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, write = threading.Event(), writer_module.write_tensors
+    monkeypatch.setattr(writer_module, "write_tensors", lambda path, tensors: go_on.wait(20) and write(path, tensors))
+    saver = writer(tmp_path, timeout_s=0.1)
+    saver.save(1, state(), {})
+    saver.save(2, state(), {})
+    assert not saver.wait()
+    assert [(saved.step, saved.failure) for saved in saver.ended()] == [
+        (2, "the checkpoint before it is still being written after 0 s")
+    ]
+    go_on.set()
+    while not saver.wait():
+        pass
+    saver.save(3, state(), {})
+    saver.wait()
+    assert [(saved.step, saved.failure) for saved in saver.ended()] == [(1, None), (3, None)]
+
+
 def full(*_: object) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -141,7 +161,8 @@ def _save(ranks: Ranks, directory: Path, missing: int | None, broken: int | None
     dist.barrier(group=ranks.group)
     if ranks.rank != missing:
         saver.save(1, [part], {})
-        saver.wait()
+        while not saver.wait():
+            pass
     dist.barrier(group=ranks.group)
     return [(saved.step, saved.failure) for saved in saver.ended()]
 

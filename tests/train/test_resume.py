@@ -1,18 +1,25 @@
 """A run that goes on is the run that was never interrupted: bit for bit in one layout, the same batches in another."""
 
+import errno
 import json
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.resuming.elastic import signal_in
 from bytescale import cli
+from bytescale.checkpoint.directory import find_checkpoints
+from bytescale.config.overrides import parse_overrides
+from bytescale.config.toml import load_config
 from bytescale.report import read_summary
+from bytescale.train.trainer import run
 from tests.processes import CommandProcess
 from tests.train.runs import metrics, start, train, write_run
 
@@ -68,21 +75,21 @@ def test_the_curve_of_a_run_that_goes_on_is_the_same_bit_for_bit(home: Path) -> 
 
 def test_other_ranks_pipelines_and_plans_make_the_same_steps(home: Path) -> None:
     run_dir = interrupted(home, "other", 2)
-    chain: list[tuple[int, tuple[Any, ...]]] = [
-        (4, ("--nproc", 3, "--plan.strategy", "hdp-naive")),
-        (6, ("--nproc", 4, "--parallel.pp_size", 2, "--plan.strategy", "hdp-balance")),
-        (8, ("--nproc", 1, "--plan.tokens_per_rank", 600)),
+    chain: list[tuple[int, str, tuple[Any, ...]]] = [
+        (3, "ranks 2 -> 3", ("--nproc", 3, "--plan.strategy", "hdp-naive")),
+        (5, "ranks 3 -> 4", ("--nproc", 4, "--parallel.pp_size", 2, "--plan.strategy", "hdp-balance")),
+        (6, "parallel.tp_size 1 -> 2", ("--nproc", 4, "--parallel.tp_size", 2)),
+        (8, "ranks 4 -> 1", ("--plan.tokens_per_rank", 600, "--checkpoint.async", "false")),
     ]
-    for steps, options in chain:
-        words = ("--run.dir", run_dir, "--checkpoint.every", 2, "--resume", "auto", "--train.steps", steps)
-        done = train(home / "run.toml", *words, *options)
+    for last, change, options in chain:
+        words = ("--run.dir", run_dir, "--checkpoint.every", 2, "--resume", "auto", "--train.steps", STEPS)
+        done = train(home / "run.toml", *words, *options, before=partial(signal_in, last))
         assert done.returncode == 0, done.stderr
-        assert f"changed since: ranks {2 if steps == 4 else chain[steps // 2 - 3][1][1]} -> {options[1]}" in done.stdout
+        assert change in done.stdout.split("changed since: ")[1]
     for ours, theirs in zip(metrics(run_dir), metrics(home / "whole"), strict=True):
         assert (ours["tokens"], ours["sequences"]) == (theirs["tokens"], theirs["sequences"])
-        if ours["step"] <= 4:
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    assert metrics(run_dir)[-1]["restarts"] == 3
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert metrics(run_dir)[-1]["restarts"] == 4
 
 
 def test_damage_is_named_and_the_one_before_is_used_or_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,3 +200,23 @@ def test_a_scheduler_s_signal_leaves_a_checkpoint_of_that_step(
     done = train(home / "run.toml", *words, "--train.steps", last + 1, "--resume", "auto")
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, last + 2))
+
+
+def no_room(path: Path, tensors: object) -> str:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_a_full_disk_costs_the_checkpoint_not_the_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bytescale.checkpoint.writer.write_tensors", no_room)
+    run_dir = home / "full"
+    words = ("--run.dir", run_dir, "--checkpoint.every", "2", "--train.steps", "4", "--plan.tokens_per_rank", "600")
+    overrides, _ = parse_overrides([*map(str, words)])
+    assert run(load_config(home / "run.toml", overrides)) is None
+    summary = read_summary(run_dir / "summary.json")
+    assert (summary.status, summary.steps, summary.num_failed_checkpoints) == ("finished", 4, 2)
+    (first, second) = (note for note in summary.notes if note.startswith("no checkpoint after step "))
+    assert first.endswith("rank-00000.safetensors: No space left on device; the run goes on and tries again")
+    assert metrics(run_dir)[-1]["failed_checkpoints"] == 1 and "step 4" in second
+    assert find_checkpoints(run_dir / "checkpoints") == []

@@ -7,8 +7,9 @@ A failed write costs that checkpoint alone.
 
     rank r: rank-0000r.safetensors -> report         rank 0: reports -> index, state, manifest -> rename -> prune
 
-Invariant: one save at a time; a second one waits for the first. Cost: a step waits for the copy; host memory of a
-rank's states once more; the index of a rank travels once, not at every save.
+Invariant: one save at a time; a second one waits for the first, for half of the bound at most, and is then left out.
+Cost: a step waits for the copy; host memory of a rank's states once more; the index of a rank travels once, not at
+every save.
 """
 
 import hashlib
@@ -80,7 +81,8 @@ class CheckpointWriter:
             rank, size: of the world.
             store: a connection of its own to where the ranks meet, with a prefix of its own.
             keep: newest checkpoints that stay.
-            timeout_s: how long rank 0 waits for the reports of the others.
+            timeout_s: how long rank 0 waits for the reports of the others, and twice how long a save waits for the one
+                before it: other ranks are kept waiting meanwhile.
             in_background: whether `save` returns after the copy.
         """
         self.directory = directory
@@ -108,8 +110,11 @@ class CheckpointWriter:
             Seconds that the call took.
         """
         begin_s = time.perf_counter()
-        self.wait()
+        is_free = self.wait()
         self._number += 1
+        if not is_free:
+            self._leave_out(step, begin_s)
+            return time.perf_counter() - begin_s
         tensors, index = file_index(f"rank-{self._rank:05d}.safetensors", slices)
         text = json.dumps(values)
         if self._in_background:
@@ -123,11 +128,22 @@ class CheckpointWriter:
             work()
         return time.perf_counter() - begin_s
 
-    def wait(self) -> None:
-        """Until this rank has nothing to write any more."""
+    def wait(self) -> bool:
+        """Until this rank has nothing to write any more, but not for long; whether that has come."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self._timeout_s / 2)
+            if self._thread.is_alive():
+                return False
             self._thread = None
+        return True
+
+    def _leave_out(self, step: int, begin_s: float) -> None:
+        """Do without this checkpoint, since the disk has not yet taken the one before."""
+        failure = f"the checkpoint before it is still being written after {self._timeout_s / 2:.0f} s"
+        if self._rank == 0:
+            self._ended.append(Saved(step, failure, time.perf_counter() - begin_s))
+        else:
+            self._store.set(f"report {self._number} {self._rank}", json.dumps({"failure": failure}))
 
     def ended(self) -> list[Saved]:
         """Saves that have ended since the last call; empty on other ranks than 0."""
@@ -199,10 +215,10 @@ class CheckpointWriter:
                 return f"rank {rank} has not written its part within {self._timeout_s:.0f} s"
             reports.append(json.loads(self._store.get(f"report {number} {rank}")))
             self._store.delete_key(f"report {number} {rank}")
-            self._keep_index(rank, reports[-1]["index"])
         for rank, report in enumerate(reports):
             if "failure" in report:
                 return f"rank {rank}: {report['failure']}" if self._size > 1 else str(report["failure"])
+            self._keep_index(rank, report["index"])
         manifest = {}
         for rank, report in enumerate(reports):
             file = unpublished / f"rank-{rank:05d}.safetensors"

@@ -74,8 +74,7 @@ def dry_run(config: Config, world_size: int) -> tuple[str, ...]:
         UserError: the run cannot work; one line.
     """
     prepared = prepare(config, world_size)
-    check_resume(config, prepared, world_size)
-    return prepared.lines
+    return (*prepared.lines, *check_resume(config, prepared, world_size))
 
 
 def preload(config: Config) -> None:

@@ -28,8 +28,11 @@ from bytescale.train.resuming.origin import Origin, find_origin
 from bytescale.train.resuming.start import Start
 
 
-def check_resume(config: Config, prepared: Prepared, world_size: int) -> None:
+def check_resume(config: Config, prepared: Prepared, world_size: int) -> tuple[str, ...]:
     """Whether the run can go on from the newest checkpoint that can be read, as far as this is known without ranks.
+
+    Returns:
+        Lines that say from which one, and what has changed since; none for the beginning.
 
     Raises:
         UserError: it cannot.
@@ -42,9 +45,11 @@ def check_resume(config: Config, prepared: Prepared, world_size: int) -> None:
             if origin.is_asked:
                 raise
             continue
-        _check_goes_on(stored, origin, config, made_by(config, prepared, world_size))
-        return
+        now = made_by(config, prepared, world_size)
+        _check_goes_on(stored, origin, config, now)
+        return _lines("goes on", stored, now)
     _check_any(origin)
+    return ()
 
 
 def resume(
@@ -60,7 +65,7 @@ def resume(
         stored, notes = _first_sound(origin, world)
     if stored is None:
         return Start(origin, restarts=restart_count())
-    before, now = stored.values["made_by"], made_by(config, prepared, world.size)
+    now = made_by(config, prepared, world.size)
     _check_goes_on(stored, origin, config, now)
     if stored.values["is_tied"] != model.is_tied:
         there, here = ("tied", "not tied") if stored.values["is_tied"] else ("not tied", "tied")
@@ -71,7 +76,6 @@ def resume(
         # Nobody goes on, and removes or replaces files, while another one still reads.
         world.all_gather_numbers([0.0])
     values = stored.values
-    changed = changes(before, now)
     return Start(
         origin=origin,
         step=values["step"],
@@ -79,12 +83,14 @@ def resume(
         num_skipped_in_a_row=values["num_skipped_in_a_row"],
         restarts=max(values["restarts"] + 1, restart_count()),
         totals=values["totals"],
-        notes=(
-            *notes,
-            f"resumed from {shown(stored.path)}, after step {values['step']}",
-            *([f"changed since: {', '.join(changed)}"] if changed else []),
-        ),
+        notes=(*notes, *_lines("resumed", stored, now)),
     )
+
+
+def _lines(word: str, stored: StoredCheckpoint, now: Mapping[str, Any]) -> tuple[str, ...]:
+    changed = changes(stored.values["made_by"], now)
+    line = f"{word} from {shown(stored.path)}, after step {stored.values['step']}"
+    return (line, *([f"changed since: {', '.join(changed)}"] if changed else []))
 
 
 def _first_sound(origin: Origin, world: World) -> tuple[StoredCheckpoint | None, Sequence[str]]:
