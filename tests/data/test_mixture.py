@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bytescale.config.data import Mix
 from bytescale.config.schema import BatchConfig
 from bytescale.data import LoaderState, SequenceDataset, SequenceOrder, StepLoader, build_dataset, next_batch
-from bytescale.data.batches import repetition_notes
+from bytescale.data.batches import repetition_notes, steps_until_end
 from bytescale.data.dataset import SourceCorpus
 from bytescale.errors import UserError
 from bytescale.plan.step_plan import StepPlan
@@ -113,6 +113,8 @@ def test_the_data_ends_when_every_source_has() -> None:
     dataset = mixture([[5] * 10, [7] * 3], [1, 1], epochs=[2, 1])
     batches, _ = drawn(dataset, BatchConfig(sequences=8), 5)
     assert [len(batch) for batch in batches] == [8, 8, 7, 0, 0]
+    assert [steps_until_end(dataset, BatchConfig(sequences=8), 5, limit) for limit in (2, 3, 100)] == [2, 3, 3]
+    assert steps_until_end(mixture([[5] * 10], [1]), BatchConfig(sequences=8), 5, 100) == 100
 
     def one_rank(lengths: np.ndarray) -> StepPlan:  # type: ignore[type-arg]
         return placed(lengths.tolist(), [[(0, 0)]] * len(lengths), 1)

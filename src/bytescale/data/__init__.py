@@ -9,7 +9,7 @@ Needs numpy alone; `tokenizers` and `pyarrow` are imported when a configuration 
         for step in loader: ...
 """
 
-from bytescale.data.batches import GlobalBatch, cut_batch, next_batch, repetition_notes
+from bytescale.data.batches import GlobalBatch, cut_batch, next_batch, repetition_notes, steps_until_end
 from bytescale.data.dataset import DatasetCounts, Part, SequenceDataset, build_dataset, open_dataset
 from bytescale.data.micro_batch import TokenMicroBatch, read_micro_batch
 from bytescale.data.mixture.order import SequenceOrder
@@ -41,4 +41,5 @@ __all__ = [
     "prepared_batches",
     "read_micro_batch",
     "repetition_notes",
+    "steps_until_end",
 ]

@@ -94,6 +94,22 @@ def next_batch(
     return batch, LoaderState(tuple(states), state.mix)
 
 
+def steps_until_end(dataset: SequenceDataset, batch_config: BatchConfig, seed: int, limit: int) -> int:
+    """How many batches with a target the data has before every source has gone through its epochs; `limit` at most.
+
+    Cost: nothing where some source has no bound, else the drawing of these batches.
+    """
+    if any(source.epochs is None for source in dataset.sources):
+        return limit
+    state, order, num_steps = LoaderState(), SequenceOrder(dataset, seed), 0
+    while num_steps < limit:
+        batch, state = next_batch(dataset, batch_config, seed, state, order)
+        if len(batch) == 0:
+            break
+        num_steps += batch.total_targets > 0
+    return num_steps
+
+
 def cut_batch(batch: GlobalBatch, batch_config: BatchConfig) -> list[GlobalBatch]:
     """The sequences of `batch` in its order, as batches of the size of `batch_config`; the last may be smaller."""
     used = np.concatenate([[0], np.cumsum(_sizes(batch_config, batch.lengths))])

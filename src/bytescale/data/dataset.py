@@ -211,11 +211,14 @@ def build_dataset(
     """
     if isinstance(corpora, TokenCorpus):
         corpora = [SourceCorpus(corpora, name_of=name_of)]
+    if part == "validation" and len(corpora) > 1:
+        # A small source may have no document there.
+        corpora = [source for source in corpora if is_held_out(source.corpus.digests, validation).any()] or corpora
     cuts, counts = [], []
     for source in corpora:
         with in_words_of(source.name):
-            cut, count = _sequences(source, max_context, overlong, part, validation)
-        cuts.append(cut)
+            parts, count = _sequences(source, max_context, overlong, part, validation)
+        cuts.append(parts)
         counts.append(count)
     starts, lengths, num_targets = (np.concatenate(columns) for columns in zip(*cuts, strict=True))
     ends = np.cumsum([count.sequences for count in counts]).tolist()

@@ -23,6 +23,7 @@ from bytescale.data import (
     load_tokenizer,
     open_dataset,
     repetition_notes,
+    steps_until_end,
 )
 from bytescale.errors import UserError, counted
 from bytescale.plan.memory import capacity_tokens
@@ -105,6 +106,7 @@ def prepare(config: Config, world_size: int, machine: Machine | None = None) -> 
             f"the data holds token {dataset.reader.num_ids - 1}, the model has vocab_size {model_config.vocab_size}; "
             "take the tokenizer that made the data, or a model with its vocabulary"
         )
+    config, ends = _until_the_data_ends(config, dataset)
     held_out = open_held_out(config, tokenizer)
     shape = shape_of_config(model_config, 4 if config.train.dtype == "float32" else 2)
     check_kernel(config.train.device, TORCH_DTYPES[config.train.dtype], shape.head_dim)
@@ -126,7 +128,7 @@ def prepare(config: Config, world_size: int, machine: Machine | None = None) -> 
         make_planner(config, shape, hdp_size, "static"),
         held_out,
         opening_lines(config, model_config, tokenizer, world_size),
-        (*([note] if note else []), *_notes(config, shape, dataset)),
+        (*([note] if note else []), *ends, *_notes(config, shape, dataset)),
     )
     _check_batch(config, dataset)
     num_layers = ceil_div(shape.num_layers, pp_size)
@@ -152,6 +154,15 @@ def model_and_tokenizer(config: Config, max_context: int) -> tuple[Any, Tokenize
     model_config = load_model_config(config.model, max_context, tokenizer.end_id, vocab_size, tokenizer.begin_id)
     check_vocab(tokenizer, model_config.vocab_size)
     return model_config, tokenizer
+
+
+def _until_the_data_ends(config: Config, dataset: SequenceDataset) -> tuple[Config, tuple[str, ...]]:
+    """`config` with no more steps than the data has, and a line where that changes it."""
+    steps = steps_until_end(dataset, config.batch, config.train.seed, config.train.steps)
+    if steps == config.train.steps:
+        return config, ()
+    line = f"the data ends after {counted(steps, 'step', ',')}: every source has gone through its epochs then"
+    return replace(config, train=replace(config.train, steps=steps)), (line,)
 
 
 def make_planner(config: Config, shape: ModelShape, hdp_size: int, strategy: str) -> Planner:
