@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from bytescale import cli
 from bytescale.cli.results.run_list import find_runs
-from bytescale.config.schema import BatchConfig, Config, EvalConfig
+from bytescale.config.schema import BatchConfig, Config, EvalConfig, ParallelConfig
 from bytescale.config.toml import load_config
 from bytescale.data import GlobalBatch, StepLoader, cut_batch
 from bytescale.errors import UserError
@@ -23,6 +23,7 @@ from bytescale.runtime.attention.kernels import CpuKernel
 from bytescale.runtime.fsdp import shard_model
 from bytescale.runtime.model.decoder import build_decoder
 from bytescale.runtime.sharded import whole_tensor
+from bytescale.runtime.world import World
 from bytescale.train.checks import check_first
 from bytescale.train.evaluation.evaluate import evaluate
 from bytescale.train.optimizer import make_optimizer
@@ -69,10 +70,15 @@ def expected(config: Config) -> float:
     return total / int(dataset.num_targets.sum())
 
 
+def _world(ranks: Ranks, config: Config) -> World:
+    sizes = config.parallel
+    return world_of(ranks, pp_size=sizes.pp_size, tp_size=sizes.tp_size, shard_size=sizes.shard_size)
+
+
 def _evaluated(ranks: Ranks, config: Config, chunks: bool = False) -> tuple[float, int]:
     prepared, world = (
         prepare(config, ranks.size),
-        world_of(ranks, pp_size=config.parallel.pp_size, tp_size=config.parallel.tp_size),
+        _world(ranks, config),
     )
     if chunks:
         prepared = replace(prepared, planner=free_planner(config, world.hdp_size))
@@ -88,25 +94,24 @@ def _evaluated(ranks: Ranks, config: Config, chunks: bool = False) -> tuple[floa
 
 
 @pytest.mark.parametrize(
-    ("size", "pp_size", "options"),
+    ("size", "parallel", "plan"),
     [
-        (1, 1, {"tokens_per_rank": 600}),
-        (2, 1, {"strategy": "hdp-naive"}),
-        (3, 1, {}),
-        (2, 1, {"offload": 1.0}),
-        (2, 2, {"tokens_per_rank": 600}),
-        (4, 2, {}),
-        (6, 2, {"strategy": "hdp-balance"}),
-        (4, 1, {"tp_size": 2}),
-        (8, 2, {"tp_size": 2}),
+        (1, ParallelConfig(), {"tokens_per_rank": 600}),
+        (2, ParallelConfig(), {"strategy": "hdp-naive"}),
+        (2, ParallelConfig(), {"offload": 1.0}),
+        (3, ParallelConfig(), {}),
+        (4, ParallelConfig(shard_size=2), {}),
+        (2, ParallelConfig(pp_size=2), {"tokens_per_rank": 600}),
+        (4, ParallelConfig(pp_size=2), {}),
+        (6, ParallelConfig(pp_size=2), {"strategy": "hdp-balance"}),
+        (4, ParallelConfig(tp_size=2), {}),
+        (8, ParallelConfig(pp_size=2, tp_size=2), {}),
     ],
 )
 def test_the_loss_is_the_same_on_any_ranks(
-    ranks: RankPool, config: Config, expected: float, size: int, pp_size: int, options: dict[str, Any]
+    ranks: RankPool, config: Config, expected: float, size: int, parallel: ParallelConfig, plan: dict[str, Any]
 ) -> None:
-    tp_size = options.get("tp_size", 1)
-    asked = with_options(config, layers=5, pp_size=pp_size, **{k: v for k, v in options.items() if k != "tp_size"})
-    asked = replace(asked, parallel=replace(asked.parallel, tp_size=tp_size))
+    asked = replace(with_options(config, layers=5, **plan), parallel=parallel)
     found = ranks.run(size, _evaluated, asked)
     assert len(set(found)) == 1
     assert found[0][0] == pytest.approx(expected, rel=1e-5)
@@ -124,7 +129,7 @@ def test_sequences_in_chunks_run_forward_alone(
 def _trained(ranks: Ranks, config: Config, evaluates: bool) -> tuple[list[float], list[torch.Tensor], list[float]]:
     prepared, world = (
         prepare(config, ranks.size),
-        world_of(ranks, pp_size=config.parallel.pp_size, tp_size=config.parallel.tp_size),
+        _world(ranks, config),
     )
     assert prepared.held_out is not None
     model, kernel = build_model(config, prepared, world.stage), CpuKernel()
