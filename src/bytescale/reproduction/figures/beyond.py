@@ -59,7 +59,7 @@ DATA = ("github", "byted", "wikipedia", "wlb")
 PIPELINE_MODELS = ("llama-70b", "mistral-8x7b", "mistral-8x22b")
 SCALING_RANKS = (64, 256, 1024, 4096, 16384)
 CONTEXT = 2048 * K
-NUM_BATCHES = 4
+NUM_BATCHES = 2
 
 
 def strategy_table(num_batches: int = NUM_BATCHES, progress: Progress = None, jobs: int = 1) -> list[Row]:
