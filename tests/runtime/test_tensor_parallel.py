@@ -110,6 +110,8 @@ def test_pipelines_equal_one_process(ranks: RankPool, tied: bool) -> None:
 def test_experts_are_spread_over_the_ranks(ranks: RankPool, architecture: str) -> None:
     check(ranks, TWO, 2, architecture, 1e-5)
     check(ranks, ALONE, 4, architecture, 1e-5, num_key_value_heads=4)
+    # Three tokens on four experts: most ranks have one without a token.
+    check(ranks, drawn("3", "0", ""), 2, architecture, 1e-5)
 
 
 def _train(ranks: Ranks, plan: StepPlan, architecture: str, tp_size: int, extra: dict[str, Any]) -> Any:

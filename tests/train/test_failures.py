@@ -193,11 +193,11 @@ def test_a_killed_rank_ends_the_run(config: Path, tmp_path: Path, begin: Callabl
     assert line == f"bytescale: rank 1 (pid {pids[1]}) was killed by SIGKILL after step {last}"
 
 
-@pytest.mark.parametrize(("hdp_size", "victim"), [(1, 1), (2, 3)])
-def test_a_killed_rank_of_a_pipeline_ends_the_run(
-    config: Path, tmp_path: Path, begin: Callable[..., CommandProcess], hdp_size: int, victim: int
+@pytest.mark.parametrize(("axis", "hdp_size", "victim"), [("pp_size", 1, 1), ("pp_size", 2, 3), ("tp_size", 2, 2)])
+def test_a_killed_rank_of_a_pipeline_or_a_tensor_group_ends_the_run(
+    config: Path, tmp_path: Path, begin: Callable[..., CommandProcess], axis: str, hdp_size: int, victim: int
 ) -> None:
-    options = ("--nproc", 2 * hdp_size, "--parallel.pp_size", 2, "--plan.tokens_per_rank", 600 // hdp_size)
+    options = ("--nproc", 2 * hdp_size, f"--parallel.{axis}", 2, "--plan.tokens_per_rank", 600 // hdp_size)
     process = begin(config, *options, *ENDLESS)
     pids = wait_for_step(process, tmp_path / "run", 2)
     os.kill(pids[victim], signal.SIGKILL)

@@ -24,11 +24,15 @@ from torch import Tensor
 from bytescale.runtime.p2p import collective
 from bytescale.runtime.waits import Wait, WaitLog
 
+COMPUTING, REDUCING = "tp", "tp reduce"
+"""Kinds of waits."""
+
 
 class TensorGroup:
     """This rank among the TP ranks of its HDP rank.
 
-    State is what was counted since `reset_counters`: `bytes_sent` and `waits`. A collective counts as a wait.
+    State is what was counted since `reset_counters`: `bytes_sent` and `waits`. A collective counts as a wait, of kind
+    `tp`, or `tp reduce` once the reduction has begun.
 
     Attributes:
         rank, size: position in and number of the TP ranks.
@@ -39,6 +43,7 @@ class TensorGroup:
         self.rank, self.size = group.rank(), group.size()
         self._world_rank = dist.get_process_group_ranks(group)[self.rank]
         self._log = WaitLog(device)
+        self._kind = COMPUTING
         self.bytes_sent = 0
 
     def num_rows(self, num_tokens: int) -> int:
@@ -62,10 +67,10 @@ class TensorGroup:
 
     def finish(self, collective_: "Collective") -> Tensor:
         """What a collective gives; blocks the host, or on CUDA the stream, until it is there."""
-        begin = self._log.begin("tp")
+        begin = self._log.begin(self._kind)
         with collective(self._world_rank, "a tensor-parallel exchange"):
             collective_.work.wait()
-        self._log.end("tp", begin)
+        self._log.end(self._kind, begin)
         return collective_.output
 
     def sum_(self, x_X: Tensor) -> Tensor:
@@ -75,8 +80,12 @@ class TensorGroup:
         return x_X
 
     def reset_counters(self) -> None:
-        self.bytes_sent = 0
+        self.bytes_sent, self._kind = 0, COMPUTING
         self._log.reset()
+
+    def begin_reduction(self) -> None:
+        """What follows is no part of the compute phase: ranks come to it when they are done."""
+        self._kind = REDUCING
 
     def next_operation(self) -> None:
         """Waits from here on count as those of another operation."""

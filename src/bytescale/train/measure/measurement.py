@@ -15,6 +15,7 @@ from bytescale.plan.order import FORWARD
 from bytescale.plan.share import MicroBatchShare
 from bytescale.runtime.clock import Marker, marker_for
 from bytescale.runtime.offload.offloader import OffloadReport
+from bytescale.runtime.tensor_parallel.group import REDUCING
 from bytescale.runtime.world import World
 from bytescale.trace import Span, span_between
 from bytescale.train.measure.step_clock import StepClock, without_overlap
@@ -71,6 +72,8 @@ class StepMeasurement:
 
     def computed(self) -> None:
         """Own micro-batches are done and what they sent has arrived."""
+        if self._world.tp is not None:
+            self._world.tp.begin_reduction()
         self._clock.lap("drain", "wait")
 
     def reduced(self) -> None:
@@ -90,7 +93,7 @@ class StepMeasurement:
         return StepResult(
             loss_sum=loss_sum,
             compute_s=compute_s,
-            busy_s=compute_s - sum(wait.duration_s for _, wait in waits),
+            busy_s=compute_s - sum(wait.duration_s for _, wait in waits if wait.what != REDUCING),
             pipeline_wait_s=pipeline_wait_s,
             bytes_sent=self._world.comm.bytes_sent,
             spans=(*spans, *_by_track([*wait_spans, *self._offload_spans(offloaded)])),
