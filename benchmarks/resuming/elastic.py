@@ -56,7 +56,7 @@ def run(directory: Path) -> dict[str, Any]:
     train(
         [config, "--run.dir", directory / "alone", "--train.steps", STEPS],
         directory / "alone.log",
-        report(directory / "alone.pieces"),
+        partial(report, directory / "alone.pieces"),
     )
     for end, options in CHAIN:
         words = [config, *common, *options, "--run.dir", directory / "moved", "--resume", "auto"]

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ CONFIG = """
 [model.config]
 model_type = "llama"
 hidden_size = 32
-intermediate_size = 51
+intermediate_size = 52
 num_hidden_layers = {layers}
 num_attention_heads = 4
 num_key_value_heads = 2
@@ -85,9 +86,11 @@ class Command:
                 from bytescale import cli
 
                 code = cli.main(["train", *map(str, words)])
+            except BaseException:
+                traceback.print_exc()
+            finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
-            finally:
                 os._exit(code)
 
     def wait(self, bound_s: float = 300.0) -> int:

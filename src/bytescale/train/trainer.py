@@ -64,7 +64,7 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         UserError: the run cannot work; one line.
     """
-    check_resume(config, prepare(config, world_size), world_size)
+    check_resume(prepare(config, world_size), world_size)
 
 
 def dry_run(config: Config, world_size: int) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def dry_run(config: Config, world_size: int) -> tuple[str, ...]:
         UserError: the run cannot work; one line.
     """
     prepared = prepare(config, world_size)
-    return (*prepared.lines, *check_resume(config, prepared, world_size))
+    return (*prepared.lines, *check_resume(prepared, world_size))
 
 
 def preload(config: Config) -> None:

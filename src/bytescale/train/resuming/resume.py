@@ -28,7 +28,7 @@ from bytescale.train.resuming.origin import Origin, find_origin
 from bytescale.train.resuming.start import Start
 
 
-def check_resume(config: Config, prepared: Prepared, world_size: int) -> tuple[str, ...]:
+def check_resume(prepared: Prepared, world_size: int) -> tuple[str, ...]:
     """Whether the run can go on from the newest checkpoint that can be read, as far as this is known without ranks.
 
     Returns:
@@ -37,6 +37,7 @@ def check_resume(config: Config, prepared: Prepared, world_size: int) -> tuple[s
     Raises:
         UserError: it cannot.
     """
+    config = prepared.config
     origin = find_origin(config)
     for path in origin.paths:
         try:
