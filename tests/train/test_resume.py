@@ -183,7 +183,7 @@ def wait_for_step(process: CommandProcess, run_dir: Path, step: int) -> dict[int
     return {entry["rank"]: entry["pid"] for entry in json.loads((run_dir / "processes.json").read_text())}
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_scheduler_s_signal_leaves_a_checkpoint_of_that_step(
     home: Path, begin: Callable[..., CommandProcess], number: int, code: int
 ) -> None:

@@ -1,11 +1,32 @@
 """The first signal asks, the second ends; what was ignored stays ignored; a wait inside a library does not matter."""
 
+import math
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+
+from bytescale.config.schema import TrainConfig
+from bytescale.train.measure.metrics import Agreed
+
+
+def agreed(loss: float, num_skipped: int = 0, signal_number: int = 0) -> Agreed:
+    return Agreed(7, loss, 1.0, signal_number, num_skipped)
+
+
+def test_a_run_skips_so_many_steps_in_a_row_and_no_more() -> None:
+    skip, stop = TrainConfig(on_nonfinite="skip", max_skipped_steps=2), TrainConfig()
+    assert not agreed(1.0).ends_run(stop) and agreed(1.0, signal_number=15).ends_run(stop)
+    assert agreed(math.inf, 1).ends_run(stop)
+    assert not agreed(math.inf, 2).ends_run(skip)
+    failure = agreed(math.inf, 3).failure(skip)
+    assert failure is not None
+    assert failure.startswith(
+        "step 7: the loss is inf for 3 steps (train.max_skipped_steps = 2), training has diverged"
+    )
+
 
 WAITING = """
 import ctypes, signal, sys, time
