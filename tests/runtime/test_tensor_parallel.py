@@ -93,6 +93,19 @@ def test_other_architectures_in_fp32(ranks: RankPool, architecture: str) -> None
     check(ranks, TWO, 2, architecture, 1e-5)
 
 
+def test_bf16_compute_with_fp32_states(ranks: RankPool) -> None:
+    """No gradient is further from the exact one than twice what one rank in bf16 is."""
+    loss, exact = reference_step(TWO)
+    alone = placed(TWO.lengths.tolist(), [[(0, i)] for i in range(TWO.num_sequences)], 1)
+    half = {"dtype": torch.bfloat16}
+    _, single, _ = ranks.run(1, _step, alone, "llama", 1, half)[0]
+    for found_loss, found, _ in ranks.run(4, _step, TWO, "llama", 2, half):
+        assert abs(found_loss - loss) <= 2e-3 * loss
+        for name, gradient in exact.items():
+            error, bound = ((x[name].double() - gradient).norm() for x in (found, single))
+            assert found[name].dtype == torch.float32 and error <= 2 * bound, name
+
+
 def test_norms_of_queries_and_keys_in_several_micro_batches(ranks: RankPool) -> None:
     check(ranks, ALONE, 2, "qwen3", 1e-12)
     check(ranks, drawn("21 13 8", "0 | 1 | 2"), 2, "qwen3", 1e-12)

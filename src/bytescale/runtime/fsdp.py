@@ -58,13 +58,14 @@ def shard_model(model: LossModel, world: World, dtype: torch.dtype) -> None:
         dtype: type of compute; gradients are accumulated and reduced in the master type.
     """
     master = next(model.parameters())
-    if not master.is_meta:
-        model.to(world.device)
     model.compute_dtype = dtype
     mesh = state_mesh(world)
     if world.tp is not None:
+        # Before anything is on the device, which may have no room for what is not this rank's.
         split_model(model, mesh["tp"], world.tp)
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+    if not master.is_meta:
+        model.to(world.device)
     shard_size = mesh.size(mesh.ndim - 1)
     store_flat(model, lambda shape: is_uneven(shape, shard_size))
     mixed = dtype != master.dtype

@@ -35,7 +35,7 @@ def split_model(model: LossModel, mesh: DeviceMesh | None, tp: TensorGroup) -> N
     """Keep this rank's share of `model`, whose whole weights are equal on all TP ranks; no communication.
 
     Args:
-        model: a stage on its device, before FSDP2.
+        model: a stage, before FSDP2; its split weights go to the device of `mesh`.
         mesh: the `tp` axis of the stage's mesh; None makes plain tensors that are views of the whole.
         tp: the group of the same ranks.
 
