@@ -127,9 +127,11 @@ def test_experts_are_spread_over_the_ranks(ranks: RankPool, architecture: str) -
     check(ranks, drawn("3", "0", ""), 2, architecture, 1e-5)
 
 
-def _train(ranks: Ranks, plan: StepPlan, architecture: str, tp_size: int, extra: dict[str, Any]) -> Any:
+def _train(
+    ranks: Ranks, plan: StepPlan, architecture: str, tp_size: int, extra: dict[str, Any], shard_size: int | None = None
+) -> Any:
     """Losses and norms of five clipped AdamW steps in fp64, and the whole weights after them."""
-    world = world_of(ranks, pp_size=plan.pp_size, tp_size=tp_size)
+    world = world_of(ranks, pp_size=plan.pp_size, tp_size=tp_size, shard_size=shard_size)
     decoder = in_type(small_decoder(architecture, **extra), torch.float64)
     model = stage_model(decoder, even_stages(decoder, plan.pp_size), world.stage)
     shard_model(model, world, torch.float64)
@@ -145,23 +147,28 @@ def _train(ranks: Ranks, plan: StepPlan, architecture: str, tp_size: int, extra:
     return numbers, whole_weights(model)
 
 
+FOUR = drawn("61 40 9 30", "0[0/3]", "0[1/3] | 1[1/2]", "0[2/3] | 2", "1[0/2] | 3")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("architecture", "plan", "tp_size", "extra"),
+    ("architecture", "plan", "tp_size", "extra", "shard_size"),
     [
-        ("llama", TWO, 2, {"attention_bias": True}),
-        ("llama", PIPELINES, 2, {"tie_word_embeddings": True}),
-        ("qwen3", THREE, 2, {"tie_word_embeddings": True}),
-        ("llama", ALONE, 4, {"num_key_value_heads": 4}),
+        ("llama", TWO, 2, {"attention_bias": True}, None),
+        ("llama", PIPELINES, 2, {"tie_word_embeddings": True}, None),
+        ("qwen3", THREE, 2, {"tie_word_embeddings": True}, None),
+        ("llama", ALONE, 4, {"num_key_value_heads": 4}, None),
+        ("qwen3", FOUR, 2, {}, 2),
     ],
-    ids=["2x2", "2x2x2-tied", "3x2-tied", "1x4"],
+    ids=["2x2", "2x2x2-tied", "3x2-tied", "1x4", "4x2-copies"],
 )
 def test_five_steps_are_those_of_one_rank(
-    ranks: RankPool, architecture: str, plan: StepPlan, tp_size: int, extra: dict[str, Any]
+    ranks: RankPool, architecture: str, plan: StepPlan, tp_size: int, extra: dict[str, Any], shard_size: int | None
 ) -> None:
     alone = placed(plan.lengths.tolist(), [[(0, i)] for i in range(plan.num_sequences)], 1)
     numbers, weights = ranks.run(1, _train, alone, architecture, 1, extra)[0]
-    for found, state in ranks.run(plan.hdp_size * plan.pp_size * tp_size, _train, plan, architecture, tp_size, extra):
+    size = plan.hdp_size * plan.pp_size * tp_size
+    for found, state in ranks.run(size, _train, plan, architecture, tp_size, extra, shard_size):
         assert found == pytest.approx(numbers, rel=1e-12)
         for name, weight in state.items():
             # AdamW divides gradients by themselves, so what is rounding in a gradient of 1e-10 is 1e-6 of a step.
