@@ -24,7 +24,7 @@ from bytescale.errors import CommunicationError, UserError
 from bytescale.runtime.world import World
 
 _PACKAGES = ("bytescale", "torch", "transformers", "numpy")
-_MAY_DIFFER = frozenset({"offload.limit_bytes", "train.compute_threads"})
+_MAY_DIFFER = frozenset({"offload.limit_bytes", "train.compute_threads", "data.workers"})
 """Keys that only concern one machine, besides all that are places in the file system."""
 
 

@@ -70,11 +70,15 @@ def _special_tokens(model_config: Any, tokenizer: Tokenizer) -> str:
 def _template(config: Config) -> str:
     if config.data.tokenizer in (None, BYTE_TOKENIZER):
         return "none"
+    chats = [source for source in config.data.named_sources if source.content == "messages"]
+    use = "conversations go through it" if chats else "text is trained as it is"
+    if any(source.chat_template is not None for source in chats):
+        use = "conversations go through data.chat_template"
     own = config.model.path if is_own(config) else None
     directory = file_of(str(config.data.tokenizer)).parent if own is None else Path(own)
     if (directory / "chat_template.jinja").is_file() or _has_template(directory / "tokenizer_config.json"):
-        return "a chat template, saved with the model; text is trained as it is"
-    return "none"
+        return f"a chat template, saved with the model; {use}"
+    return f"none of the tokenizer; {use}" if chats else "none"
 
 
 def _has_template(path: Path) -> bool:
