@@ -68,13 +68,25 @@ def small_decoder(architecture: str, seed: int = 0, **extra: Any) -> Any:
 
 
 def in_type(decoder: Any, dtype: torch.dtype) -> Any:
-    """The decoder in `dtype`. In fp64 its norms too, which Transformers computes in fp32 whatever the type."""
+    """The decoder in `dtype`. In fp64 norms and routers too, which Transformers computes in fp32 whatever the type."""
     decoder = decoder.to(dtype).train()
     if dtype == torch.float64:
         for module in decoder.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = functools.partial(_exact_norm, module)
+            if type(module).__name__.endswith("TopKRouter"):
+                module.forward = functools.partial(_exact_router, module)
+        # The other ways to multiply by experts know no fp64.
+        decoder.config._experts_implementation = "eager"
     return decoder
+
+
+def _exact_router(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    logits = torch.nn.functional.linear(hidden.reshape(-1, module.hidden_dim), module.weight)
+    weights, index = logits.softmax(-1).topk(module.top_k)
+    if getattr(module, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, index
 
 
 def _exact_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -194,9 +194,12 @@ def _run_experts(
     is_other_TK = (index_TK < 0) | (index_TK >= experts.num_experts)
     index_TK = index_TK.masked_fill(is_other_TK, experts.num_experts)
     weights_TK = gathered(top_k_weights, tp).masked_fill(is_other_TK, 0)
-    output_TE = _run_local(experts, forward, gathered(hidden_states, tp), index_TK, weights_TK)
-    # Experts without a token must have a gradient of zero, not none: their other ranks may have one to reduce.
-    untouched = sum(local_tensor(p).flatten()[0] for p in experts.parameters(recurse=False))
+    rows_TE = gathered(hidden_states, tp)
+    output_TE = _run_local(experts, forward, rows_TE, index_TK, weights_TK)
+    # A rank none of whose experts has a token has gradients of zero, not none: the others wait for it where the
+    # backward sums over the ranks, and at the reduction.
+    used = [rows_TE, weights_TK, *map(local_tensor, experts.parameters(recurse=False))]
+    untouched = sum(tensor.flatten()[0] for tensor in used)
     return summed(output_TE + 0 * untouched, tp)
 
 
