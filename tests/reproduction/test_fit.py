@@ -7,7 +7,7 @@ from bytescale.cost.presets import cluster_spec
 from bytescale.reproduction.calibration import paper_cluster
 from bytescale.reproduction.figures.holdout import splits
 from bytescale.reproduction.figures.throughput import _cell
-from bytescale.reproduction.fit import Cell, descend, error, fit_cluster, log_errors, plan_cell, scaled
+from bytescale.reproduction.fit import Cell, descend, error, fit_cluster, is_as_printed, log_errors, plan_cell, scaled
 from bytescale.reproduction.pool import each
 
 
@@ -41,12 +41,14 @@ def test_errors_of_a_cell_are_those_of_the_figure() -> None:
 
 def test_a_fit_is_no_worse_than_its_start() -> None:
     cluster, cells = cluster_spec("paper"), [Cell("llama-7b", "byted", "256K")]
-    start = scaled(cluster, (3.0, 1.0, 1.0))
+    start = scaled(cluster, (0.9, 1.0, 1.0))
+    assert is_as_printed(start) and not is_as_printed(scaled(cluster, (3.0, 1.0, 1.0)))
 
     def off(rates: object) -> float:
         return error(log_errors([plan_cell(cells[0], rates, 1)], rates))  # type: ignore[arg-type]
 
-    assert off(fit_cluster(cells, start, 1)) < off(start)
+    fitted = fit_cluster(cells, start, 1)
+    assert off(fitted) <= off(start) and is_as_printed(fitted)
 
 
 def test_no_split_is_fitted_to_what_it_predicts() -> None:
