@@ -96,7 +96,7 @@ CASES: list[dict[str, Any]] = [
     {"size": 3, "tokens_per_rank": 250, "strategy": "hdp-naive"},
     {"size": 3, "tokens_per_rank": 300, "strategy": "best"},
     {"size": 4, "tokens_per_rank": 350, "strategy": "hdp-balance", "pp_size": 2},
-    {"size": 2, "tokens_per_rank": 700, "strategy": "chunked", "pp_size": 2},
+    {"size": 2, "tokens_per_rank": 500, "strategy": "chunked", "pp_size": 2},
 ]
 
 
