@@ -247,7 +247,10 @@ def test_a_run_ends_on_request_with_all_that_it_reached(
     config: Path, tmp_path: Path, request: pytest.FixtureRequest, begin: Callable[..., AnyProcess], number: int
 ) -> None:
     """By Ctrl-C under our launcher, and as a scheduler ends torchrun, whose own exit code says nothing."""
-    opened, arguments = Opened(tmp_path / "corpus.jsonl"), [config, "--train.steps", "100000"]
+    # A file that has just been written is read by every rank, since a further change could go unnoticed.
+    corpus, an_hour_ago_s = tmp_path / "corpus.jsonl", time.time() - 3600
+    os.utime(corpus, (an_hour_ago_s, an_hour_ago_s))
+    opened, arguments = Opened(corpus), [config, "--train.steps", "100000"]
     if number == signal.SIGINT:
         process, code = begin(*arguments, "--nproc", 2), 130
     else:
