@@ -313,6 +313,9 @@ class Trainer:
         if reporter is not None:
             reporter.write_ending(FAILED if failure else STOPPED if stopped else FINISHED, traces)
         if failure is not None:
+            # The first rank that fails has the launcher end the others: not before rank 0 has written.
+            with collective(self.world.rank, "writing what closes the run"):
+                self.world.all_gather_numbers([0.0])
             raise RunError(failure)
         is_asked = agreed is not None and stopped and not checkpoints.answer(agreed)
         return agreed.signal_number if agreed is not None and is_asked else None
