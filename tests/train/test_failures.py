@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from bytescale.train.trainer import _memory_in_words as in_words
 from bytescale.train.trainer import run
 from tests.processes import CommandProcess
 from tests.traces import check_trace
-from tests.train.runs import environment, metrics, start, write_run
+from tests.train.runs import environment, metrics, write_run
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
@@ -41,21 +41,6 @@ ENDLESS = ("--train.steps", "100000", "--run.save_model", "false")
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     return write_run(tmp_path)
-
-
-@pytest.fixture
-def begin() -> Iterator[Callable[..., CommandProcess]]:
-    """`begin(words)` starts `bytescale train`; it is killed at the end of the test, and its ranks with it."""
-    started: list[CommandProcess] = []
-
-    def begin(*arguments: object) -> CommandProcess:
-        started.append(start(*arguments))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 def alive(pid: int) -> bool:

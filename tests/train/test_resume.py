@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from bytescale.config.toml import load_config
 from bytescale.report import read_summary
 from bytescale.train.trainer import run
 from tests.processes import CommandProcess
-from tests.train.runs import metrics, start, train, write_run
+from tests.train.runs import metrics, train, write_run
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -157,21 +157,6 @@ def test_a_checkpoint_of_another_run_begins_a_new_one(home: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert curve(home / "two") == curve(home / "whole")[6:]
-
-
-@pytest.fixture
-def begin() -> Iterator[Callable[..., CommandProcess]]:
-    """`begin(words)` starts `bytescale train`; it is killed at the end of the test, and its ranks with it."""
-    started: list[CommandProcess] = []
-
-    def begin(*arguments: object) -> CommandProcess:
-        started.append(start(*arguments))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 def wait_for_step(process: CommandProcess, run_dir: Path, step: int) -> dict[int, int]:
